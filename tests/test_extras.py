@@ -273,6 +273,12 @@ def test_opentelemetry(tmp_path: Path) -> None:
     assert Environment(tmp_path, "opentelemetry").run(code) == "7"
 
 
+def test_audit(tmp_path: Path) -> None:
+    environment = Environment(tmp_path, "audit")
+    public = environment.python("-m", "semel.cli", "audit", "key", "seal.key").strip()
+    assert len(bytes.fromhex(public)) == 32
+
+
 def test_every_extra_has_a_test() -> None:
     tested = {word for name in globals() if name.startswith("test_") for word in name.split("_")}
     assert EXTRAS - {"all", "dev"} <= tested

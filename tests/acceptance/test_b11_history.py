@@ -25,6 +25,7 @@ HOST = Path(audit.__file__)
 @pytest.fixture(params=DATABASES)
 def database(request: pytest.FixtureRequest, databases: Databases) -> Iterator[TestDatabase]:
     with databases.empty(request.param) as database:
+        database.app.begin_sealing()
         yield database
 
 

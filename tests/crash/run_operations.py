@@ -481,6 +481,7 @@ class SealHistory(OfRunningRun):
     def prepare(self, place: Place) -> Leased:
         leased = super().prepare(place)
         with opened(place) as database:
+            database.app.begin_sealing()
             assert database.end(leased)
         return leased
 

@@ -42,7 +42,8 @@ DATABASES = ("sqlite", "postgres")
 TABLES = (
     *("runs", "active", "attempts", "outbox", "keys", "run_logs", "jobs", "quotas", "reservations", "workers"),
     *("leaders", "removals", "run_counts", "run_totals", "costs", "worker_manifests", "manifests"),
-    *("subscriptions", "deliveries", "audit", "pauses", "unsealed", "seals", "seal_leaves", "purges"),
+    *("subscriptions", "deliveries", "audit", "pauses", "sealing", "unsealed", "seals"),
+    *("seal_leaves", "purges"),
 )
 LEASE = 60
 START = 1_709_210_096.0

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, text
 
 from semel import App
 from semel._concurrency.sync import run_sync
+from semel.cli._database import engine_of
 from semel.db.dialect import StatementContext
 from semel.providers.replicate import MODEL, Replicate
 from semel.providers.replicate.service import Timing
@@ -92,7 +93,7 @@ def ended(app: App, run: Run) -> Run:
 
 def in_database(app: App, work: Callable[[Connection], R]) -> R:
     """Call the function with a direct connection to the database."""
-    engine = create_engine(app.url.replace("postgresql://", "postgresql+psycopg://"))
+    engine = engine_of(app.url)
     try:
         with engine.begin() as conn:
             return work(conn)

@@ -345,6 +345,9 @@ Index(
     sqlite_where=attempts.c.data_ref.is_not(None),
 )
 
+sealing = Table("semel_sealing", metadata, Column("begun_us", BigInteger, primary_key=True, autoincrement=False))
+"""Has a row if the history of runs is sealed: since when."""
+
 unsealed = Table("semel_unsealed", metadata, Column("entries", LargeBinary, nullable=False))
 """Attempts and purges that no seal covers yet: of each, 16 bytes of its id, 4 of its version (0 for a purge) and 32 of
 its digest. A row for each batch, so that nobody waits for another's.

@@ -96,6 +96,7 @@ class AsyncRuns:
     purge = async_method(RunEngine.purge)
     audit_log = async_method(RunEngine.audit_log)
     verify_audit_log = async_method(RunEngine.verify_audit_log)
+    begin_sealing = async_method(RunEngine.begin_sealing)
     close = async_method(RunEngine.close)
 
 
@@ -300,6 +301,7 @@ class App:
     purge = sync_method(RunEngine.purge)
     audit_log = sync_method(RunEngine.audit_log)
     verify_audit_log = sync_method(RunEngine.verify_audit_log)
+    begin_sealing = sync_method(RunEngine.begin_sealing)
     close = sync_method(RunEngine.close)
 
 

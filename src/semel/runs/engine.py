@@ -43,6 +43,7 @@ from semel.runs.store import (
     pauses,
     queries,
     quotas,
+    seals,
     transitions,
 )
 from semel.runs.store.audit_log import AuditFilter, AuditPage
@@ -624,6 +625,13 @@ class RunEngine:
                 self.store.statement_context,
             )
         )[0]
+
+    async def begin_sealing(self, *, by: Actor | None = None) -> bool:
+        """Seal the history of runs from now on, for every process that uses this database. False if it was before.
+
+        It cannot be ended. ``by`` is who the audit log says began it: by default the user of this process.
+        """
+        return await self.store.write(seals.begin, self.store.acting(_who(by)))
 
     async def audit_log(
         self,

@@ -55,7 +55,32 @@ TABLES: dict[Table, Form] = {
 @pytest.fixture(params=DATABASES)
 def database(request: pytest.FixtureRequest, databases: Databases) -> Iterator[TestDatabase]:
     with databases.empty(request.param) as database:
+        database.app.begin_sealing()
         yield database
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_nothing_is_chained_queued_or_noted_before_sealing_begins(databases: Databases, kind: str) -> None:
+    with databases.empty(kind) as database:
+        before = database.submit()
+        database.finish(before)
+        database.app.cancel(database.submit().id)
+        database.clock.advance(86400)
+        assert database.app.purge(older_than=60) == 2
+        assert seal(database) is None
+        for table in ("unsealed", "seals", "purges"):
+            assert not database.rows(f"SELECT * FROM semel_{table}"), table
+        last = database.submit()
+        database.finish(last)
+        assert [row[0] for row in database.rows("SELECT digest FROM semel_attempts")] == [None]
+        assert [database.app.begin_sealing(), database.app.begin_sealing()] == [True, False]
+        database.finish(database.submit())
+        assert (made := seal(database)) is not None
+        assert made.count == 1
+        begun = [each.target for each in database.app.audit_log(action="sealing.begun").entries]
+        assert begun == ["runs"]
+        with behind_its_back(database) as conn:
+            assert verify(conn).unchained == 1
 
 
 def seal(database: TestDatabase, key: SigningKey | None = KEY) -> Seal | None:
@@ -468,6 +493,7 @@ def test_every_leaf_of_a_tree_has_a_proof(count: int) -> None:
 
 def test_a_value_that_is_not_of_its_columns_kind_stops_no_seal_and_is_noticed(databases: Databases) -> None:
     with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
         run = database.submit()
         database.write("DROP TRIGGER semel_runs_guard")
         database.write("UPDATE semel_runs SET payload_hash = 'no digest'")

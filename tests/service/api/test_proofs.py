@@ -18,7 +18,9 @@ from support.service import PATIENCE, TokenServer, token_server
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TokenServer]:
     with ExitStack() as stack:
         url = stack.enter_context(database_url(request, request.param))
-        yield stack.enter_context(token_server(url, tmp_path))
+        server = stack.enter_context(token_server(url, tmp_path))
+        server.app.begin_sealing()
+        yield server
 
 
 def test_a_run_is_sealed_some_time_after_it_ended_and_its_owner_gets_the_proof(server: TokenServer) -> None:

@@ -40,7 +40,7 @@ RULES: dict[str, dict[str, Any]] = {
     "unknown": {"policy": Policy(in_flight="conflict", lease=CRASH_LEASE, on_crash="unknown")},
     "open": {"policy": Policy(in_flight="conflict", lease=LEASE, store_failure="open"), "body_in_memory": 100_000},
 }
-RETRIES = {rule: {"retry_for": HASTY} for rule in ("hasty", "wait", "crash", "unknown", "open")}
+RETRIES = {rule: {"retry_for": HASTY} for rule in ("hasty", "crash", "unknown", "open")}
 
 
 # -- the cases -------------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ ACTIONS = (
     "queue.resumed",
     "model.paused",
     "model.resumed",
+    "sealing.begun",
 )
 """Everything that is logged."""
 MAX_TEXT = 16 * 1024

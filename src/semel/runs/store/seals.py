@@ -31,6 +31,8 @@ from semel.audit import (
 )
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.db.schema import active, attempts, purges, seal_leaves, seals, submitted, unsealed
+from semel.runs.store import audit_log, digests
+from semel.runs.store.audit_log import Change
 from semel.runs.store.digests import run_digest
 from semel.runs.store.quotas import read_clock
 
@@ -130,6 +132,21 @@ def _id_and_version(key: bytes) -> tuple[str, int]:
     digits = key[:16].hex()
     row_id = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
     return row_id, int.from_bytes(key[16:KEY_SIZE])
+
+
+def begin(conn: Connection, context: StatementContext) -> bool:
+    """Seal the history of this database from now on; it is logged who began it. False if it was sealed before."""
+    with transaction(conn):
+        begun = digests.begin(conn, read_clock(conn, context))
+        if begun:
+            audit_log.record(
+                conn,
+                context,
+                Change(
+                    name="sealing.begun", tenant="", target="runs", before={"sealed": False}, after={"sealed": True}
+                ),
+            )
+        return begun
 
 
 @hot

@@ -30,12 +30,12 @@ class RunProof(Struct, frozen=True, kw_only=True):
     tags=["runs"],
     operation_id="getProof",
     summary="The proof that its history is sealed",
-    responses=refusals(404),
+    responses=refusals(400, 404),
 )
 async def proof(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[RunProof]:
     """The rows of the run with the seals that cover them: whoever has them can verify them without this server.
 
-    A run is sealed within some minutes after it ended. One that ended before the server had seals never is.
+    A run is sealed within some minutes after it ended, if sealing had begun before (``semel audit begin``).
     """
     run = await service.run(run_id, caller)
     found = await service.store.read(seals.sealing_of, run.id)

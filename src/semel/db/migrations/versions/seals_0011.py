@@ -1,7 +1,7 @@
 """The digest of every attempt, and the seals that cover them: the history of runs cannot be rewritten unnoticed.
 
-The chain begins here: attempts that ended before have no digest. The release before goes on with these tables, and
-writes attempts without one.
+The chain begins when somebody begins it: attempts that ended before have no digest. The release before goes on with
+these tables, and writes attempts without one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ metadata = MetaData()
 _id = Uuid(as_uuid=False).with_variant(Text(), "sqlite")
 _digest = LargeBinary().with_variant(Text(), "sqlite")
 
+Table("semel_sealing", metadata, Column("begun_us", BigInteger, primary_key=True, autoincrement=False))
 Table("semel_unsealed", metadata, Column("entries", LargeBinary, nullable=False))
 _seals = Table(
     "semel_seals",
