@@ -20,7 +20,18 @@ from redis.retry import Retry
 from chaos.brokers import play_broker, refuses
 from chaos.network import Trouble, TroubledProxy
 from chaos.program import LEASE, THOROUGH, lines
-from chaos.stage import RATE, Account, Stage, callers, count_wrong_clocks, fleet, migrated, play, play_calls
+from chaos.stage import (
+    RATE,
+    STRIKES_WITHIN,
+    Account,
+    Stage,
+    callers,
+    count_wrong_clocks,
+    fleet,
+    migrated,
+    play,
+    play_calls,
+)
 from semel.runs.types import RETRY_FOR
 from support import servers
 from support.serve_command import ServeProcess
@@ -77,7 +88,7 @@ def restart_postgres(stage: Stage) -> None:
 @scenario("backend-kill", "single backends are terminated at random", "postgres")
 def terminate_backends(stage: Stage) -> None:
     ends_at = stage.ends_at()
-    while time.monotonic() < ends_at:
+    while time.monotonic() < ends_at or (not stage.struck and time.monotonic() < ends_at + STRIKES_WITHIN):
         found = stage.sql(
             "SELECT pid FROM pg_stat_activity WHERE application_name = 'semel' AND datname = current_database()"
         )
