@@ -19,6 +19,7 @@ nothing once the run has a higher one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -30,7 +31,7 @@ from semel.db.dialect import Dialect, Statement, StatementContext, hot, transact
 from semel.db.schema import jobs
 from semel.runs.store import audit_log
 from semel.runs.store.audit_log import Change
-from semel.runs.store.digests import ENQUEUE, attempt_digest, enqueue
+from semel.runs.store.digests import ENQUEUE, attempt_digest, enqueue, is_sealed
 from semel.runs.types import HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
 
 CHANNEL = "semel_runs"
@@ -134,12 +135,14 @@ _ATTEMPT = (
 """The columns of an attempt that did not succeed."""
 
 
-def _noting(dialect: Dialect, columns: str, source: str) -> str:
-    """An INSERT of the attempts in ``source``, which is named ``e``, with these columns and their digests."""
+def _noting(dialect: Dialect, columns: str, source: str, *, sealed: bool = True) -> str:
+    """An INSERT of the attempts in ``source``, which is named ``e``, with these columns and, if sealed, digests."""
     usual = {"attempts": "1", "errors": "0", "losts": "0"}
     stored = {name: dialect.sparse(name, value) for name, value in usual.items()}
     stored["step"] = "nullif(step, lower(status))"
     values = {name: stored.get(name, name) for name in columns.split(", ")}
+    if not sealed:
+        return f"INSERT INTO semel_attempts ({', '.join(values)}) SELECT {', '.join(values.values())} FROM {source}"
     return _insert(dialect, values, source, "e.run_id", "e.version")
 
 
@@ -225,13 +228,14 @@ counted AS ({counting("e")}),
 told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
 SELECT CAST(run_id AS text), {_OVER} FROM e"""
 
-        def noted(w: Dialect) -> str:
+        def noted(w: Dialect, *, sealed: bool) -> str:
             ended = f"SELECT {_success(w, more=more)} FROM {w.batch(of_rows)} CROSS JOIN semel_active AS k"
-            return _noting(w, written, f"({ended} ON k.rowid = in_row) AS e")
+            return _noting(w, written, f"({ended} ON k.rowid = in_row) AS e", sealed=sealed)
 
         of_rows = {"in_row": "bigint", **dict(islice(columns.items(), 2, None))}
         self._whole = Statement(whole, columns)
-        self._note = Statement(noted, of_rows)
+        self._note = Statement(partial(noted, sealed=True), of_rows)
+        self._note_unsealed = Statement(partial(noted, sealed=False), of_rows)
 
     def rows(self, conn: Connection, context: StatementContext, batch: Sequence[Sequence[Any]]) -> Sequence[Any]:
         """Write them; returns the runs whose fence held."""
@@ -248,7 +252,10 @@ SELECT CAST(run_id AS text), {_OVER} FROM e"""
         if held:
             rows = [row[0] for row in held]
             batch = [(row, *outcomes[run_id, fence]) for row, run_id, fence, *_ in held]
-            enqueue(conn, self._note.rows(conn, batch, now=now))
+            if is_sealed(conn):
+                enqueue(conn, self._note.rows(conn, batch, now=now))
+            else:  # rows that come back take longer than to write them
+                self._note_unsealed.count(conn, batch, now=now)
             _COUNT_SUCCESSES.count(conn, rows=rows, now=now)
             _REMOVE_ROWS.count(conn, rows=rows)
             tell(conn, ((run_id, version) for _, run_id, _, version, *_ in held), context)
