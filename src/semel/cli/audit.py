@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from semel.audit_log import AuditCheck
     from semel.runs.store.audit_log import AuditEntry
 
 ENTRANCES = click.Choice(["api", "dashboard", "cli", "python"])
@@ -79,9 +80,10 @@ def export(db: str) -> None:
 )
 @db_options
 def verify(file: str | None, head: str | None, keys: tuple[str, ...], db: str, as_json: bool) -> int:
-    """Verify an export or a proof, without a database; or without FILE, the database.
+    """Verify an export or a proof, without a database; or without FILE, the database, with the log of what people did.
 
-    Prints the first place where the history is not what was sealed. The exit code is 0 if it is, 1 if not.
+    Prints the first place where the history is not what was sealed, or the log not what was written. The exit code is 0
+    if both are, 1 if not.
     """
     from semel import audit as checking
 
@@ -90,13 +92,25 @@ def verify(file: str | None, head: str | None, keys: tuple[str, ...], db: str, a
         with ExitStack() as stack:
             lines = _lines(file, db, stack)
             found = checking.verify(lines, head=head and head.lower(), keys=known)
+        log = None if file else _check_log(db)
     except checking.NotAsSealed as error:
         print_result(as_json, {"verified": False, "place": str(error)}, f"NOT AS SEALED: {error}")
         return 1
     except checking.CannotVerify as error:
         raise InvalidRequest(f"cannot verify: {error}") from error
-    print_result(as_json, {"verified": True, **found._asdict()}, str(found))
+    if log is not None and log.problem:
+        print_result(as_json, {"verified": False, "place": log.problem}, f"THE LOG WAS ALTERED: {log.problem}")
+        return 1
+    people = "" if log is None else f"\nlog of what people did: {log.rows} rows as they were written"
+    result = {"verified": True, **found._asdict()} | ({} if log is None else {"log": log.rows})
+    print_result(as_json, result, f"{found}{people}")
     return 0
+
+
+def _check_log(db: str) -> AuditCheck:
+    from semel.runs.store.audit_log import verify
+
+    return ask(db, lambda store: store.read(verify))
 
 
 def _lines(file: str | None, db: str, stack: ExitStack) -> Iterable[str | bytes]:
