@@ -2,7 +2,6 @@
 
 import getpass
 import json
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from semel.runs.types import MICRO, AttemptResult
 from semel.service.auth import tokens
 from support.databases import DATABASES, Databases, TestDatabase
 from support.service import make_app, serve
-from support.transports import Ground, until
+from support.transports import Ground, celery_worker, rq_worker, until
 
 
 @pytest.fixture(params=DATABASES)
@@ -130,15 +129,6 @@ def test_b28_a_worker_leaves_a_paused_queue_alone_and_goes_on_when_it_is_resumed
         assert [app.get(each.id).status for each in (second, other)] == ["PENDING", "PENDING"]
         app.resume(queue="default")
         assert [app.wait(each.id, timeout=60).status for each in (second, other)] == ["SUCCEEDED", "SUCCEEDED"]
-
-
-def rq_worker(ground: Ground) -> subprocess.Popen[bytes]:
-    return ground.start("rq", "worker", "--url", ground.settings["redis"], "-c", "transport_app", "semel")
-
-
-def celery_worker(ground: Ground) -> subprocess.Popen[bytes]:
-    where = ("-A", "semel.runs.celery", "-b", ground.settings["redis"])
-    return ground.start("celery", *where, "worker", "-Q", "semel", "-c", "1", "--without-gossip", "--without-mingle")
 
 
 @pytest.mark.parametrize(

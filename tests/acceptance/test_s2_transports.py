@@ -1,6 +1,5 @@
 """S2.1: PostgreSQL is the truth, Redis carries the work to stock RQ and Celery workers, the API mounts inside Flask."""
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +12,7 @@ from werkzeug.middleware.dispatcher import DispatcherMiddleware
 from semel.cli import main as semel_command
 from semel.service import wsgi
 from support.service import host_wsgi as hosted_wsgi
-from support.transports import Ground, until
-
-
-def rq_worker(ground: Ground) -> subprocess.Popen[bytes]:
-    return ground.start("rq", "worker", "--url", ground.settings["redis"], "-c", "transport_app", "semel")
-
-
-def celery_worker(ground: Ground) -> subprocess.Popen[bytes]:
-    where = ("-A", "semel.runs.celery", "-b", ground.settings["redis"])
-    return ground.start("celery", *where, "worker", "-Q", "semel", "-c", "1", "--without-gossip", "--without-mingle")
+from support.transports import Ground, celery_worker, rq_worker, until
 
 
 @pytest.mark.parametrize(

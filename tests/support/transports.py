@@ -207,3 +207,14 @@ class InCelery:
 
 Broker = Rq | InCelery
 BROKERS: dict[str, Broker] = {"rq": Rq(), "celery": InCelery(), "installed": InCelery("installed")}
+
+
+def rq_worker(ground: Ground) -> subprocess.Popen[bytes]:
+    """A stock worker of RQ for semel's queue."""
+    return ground.start("rq", "worker", "--url", ground.settings["redis"], "-c", "transport_app", "semel")
+
+
+def celery_worker(ground: Ground) -> subprocess.Popen[bytes]:
+    """A stock worker of Celery for semel's queue."""
+    where = ("-A", "semel.runs.celery", "-b", ground.settings["redis"])
+    return ground.start("celery", *where, "worker", "-Q", "semel", "-c", "1", "--without-gossip", "--without-mingle")
