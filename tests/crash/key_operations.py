@@ -11,6 +11,7 @@ import sqlalchemy
 from sqlalchemy import text
 
 from crash.points import Ended, Place
+from crash.wire import FAULTS
 from semel import (
     AsyncOnce,
     Claim,
@@ -157,7 +158,9 @@ class FirstAsyncCall(FirstCall):
 class OpenEmpty(Unconnected):
     """The first call on a SQLite file that does not exist yet, which creates its tables."""
 
+    kinds = FAULTS
     stride = 9
+    in_turn = True
     """The tables are made in one transaction of many statements: it is enough to try some of them."""
 
     def _own(self, place: Place) -> Place:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from crash.statements import count_statements
-from crash.wire import FAULTS, Fault, FaultProxy, fault_proxy
+from crash.wire import FAULTS, Fault, FaultKind, FaultProxy, fault_proxy
 from semel.errors import SemelError
 from semel.testing import FakeClock
 from support.long_lived import collect_seldom
@@ -164,6 +164,7 @@ class Bench:
             _forkers[os.getpid()] = Forker()
         self._pipe = _forkers[os.getpid()].pipe
         self.happened = False
+        self.settled = True
 
     def __enter__(self) -> Self:
         self._proxy: FaultProxy | None = self._through_proxy.__enter__()
@@ -175,16 +176,25 @@ class Bench:
         self._through_proxy.__exit__(None, None, None)
 
     def faults(self, operation: Operation) -> Iterator[Fault]:
-        """Every kind of fault at each statement, until there is no such statement.
+        """The faults at each statement, until there is no such statement.
 
-        An operation may be content with less: a ``stride``, some ``kinds``, or one kind at each statement ``in_turn``
-        (to die after a statement and before the next one leave the same rows). ``SEMEL_CRASH=all`` tries all of them.
-        An operation that sends more statements at one time than at another ends after several ``misses`` in a row.
+        Every reply is lost once. A process that dies in a transaction leaves the rows as they were before it, whichever
+        its statement; so it dies once in each transaction, and before and after it. ``SEMEL_CRASH=all`` tries every
+        fault at every statement, and so does an operation that names its ``kinds``; one kind at each statement if they
+        are tried ``in_turn``, and a ``stride`` leaves statements out. An operation that sends more statements at one
+        time than at another ends after several ``misses`` in a row.
         """
-        every = os.environ.get("SEMEL_CRASH") == "all"
-        stride = 1 if every else getattr(operation, "stride", 1)
-        kinds = FAULTS if every else getattr(operation, "kinds", FAULTS)
-        in_turn = not every and getattr(operation, "in_turn", False)
+        if os.environ.get("SEMEL_CRASH") == "all":
+            return self._at_each_statement(operation, FAULTS)
+        if kinds := getattr(operation, "kinds", None):
+            return self._at_each_statement(
+                operation, kinds, getattr(operation, "stride", 1), in_turn=getattr(operation, "in_turn", False)
+            )
+        return self._at_each_transaction()
+
+    def _at_each_statement(
+        self, operation: Operation, kinds: tuple[FaultKind, ...], stride: int = 1, *, in_turn: bool = False
+    ) -> Iterator[Fault]:
         missed, enough = 0, getattr(operation, "misses", 1)
         for place, number in enumerate(range(1, MOST_STATEMENTS, stride)):
             for kind in (kinds[place % len(kinds)],) if in_turn else kinds:
@@ -194,8 +204,25 @@ class Bench:
                     return
         raise AssertionError(f"the operation has not ended after {MOST_STATEMENTS} statements")
 
+    def _at_each_transaction(self) -> Iterator[Fault]:
+        begins = True
+        for number in range(1, MOST_STATEMENTS):
+            yield Fault("loses the reply of", number)
+            if not self.happened:
+                return
+            settled = self.settled
+            if begins:
+                yield Fault("dies before", number)
+            if begins or settled:
+                yield Fault("dies after", number)
+            begins = settled
+        raise AssertionError(f"the operation has not ended after {MOST_STATEMENTS} statements")
+
     def run(self, fault: Fault, operation: Operation, place: Place, given: Any) -> Ended:
-        """Run the operation; ``happened`` tells afterwards whether the fault's statement was reached."""
+        """Run the operation; ``happened`` tells afterwards whether the fault's statement was reached.
+
+        If a reply was lost, ``settled`` tells whether no transaction was open after the statement.
+        """
         proxy = self._proxy
         self._pipe.send((fault if proxy is None else None, operation, place.at(proxy.url) if proxy else place, given))
         pid = self._received()
@@ -205,7 +232,7 @@ class Bench:
         self._pipe.send("begin")
         ended = self._ended()
         if proxy is not None:
-            self.happened = proxy.happened
+            self.happened, self.settled = proxy.happened, proxy.settled
             proxy.disconnect()
         return ended
 
@@ -216,7 +243,7 @@ class Bench:
             self.happened = True
             return Ended("killed")
         self._received()
-        self.happened, ended, failure = message
+        self.happened, self.settled, ended, failure = message
         if failure is not None:
             raise failure
         assert isinstance(ended, Ended)
@@ -256,7 +283,7 @@ def _act(pipe: Connection, fault: Fault | None, operation: Operation, place: Pla
     if counter is not None:
         counter.counts = True
     ended = _ended(operation, place, given)
-    pipe.send((counter is not None and counter.happened, *ended))
+    pipe.send((*((counter.happened, counter.settled) if counter is not None else (False, True)), *ended))
 
 
 def _ended(operation: Operation, place: Place, given: Any) -> tuple[Ended | None, Exception | None]:

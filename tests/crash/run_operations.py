@@ -282,8 +282,6 @@ class FinishAndLease(Connected):
 class Sweep(OfRunningRun):
     """The sweeper takes a lost run back, and removes an expired key."""
 
-    kinds = FAULTS[1:]  # to die before a statement leaves the rows as to die after the one before it
-
     def prepare(self, place: Place) -> Leased:
         with opened(place) as database:
             database.submit(place.name, idempotency_key="key", key_ttl=1)

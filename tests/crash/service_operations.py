@@ -89,6 +89,7 @@ class Site:
 class InLoop:
     """An operation in an event loop, which its process opens before it begins."""
 
+    kinds = FAULTS
     stride = 5
     in_turn = True
     misses = 2

@@ -12,15 +12,19 @@ T = TypeVar("T")
 
 
 class Counter:
-    """Counts the statements, and lets the fault happen; ``happened`` if the process survived it."""
+    """Counts the statements, and lets the fault happen.
+
+    If the process survives it, ``happened`` is true, and ``settled`` tells whether no transaction was open then.
+    """
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
         self._count = 0
         self.counts = False
         self.happened = False
+        self.settled = True
 
-    def execute(self, statement: Callable[[], T]) -> T:
+    def execute(self, conn: sqlite3.Connection, statement: Callable[[], T]) -> T:
         self._count += self.counts
         if not self.counts or self._count != self._fault.number:
             return statement()
@@ -29,7 +33,7 @@ class Counter:
         answer = statement()
         if self._fault.kind == "dies after":
             os.kill(os.getpid(), signal.SIGKILL)
-        self.happened = True
+        self.happened, self.settled = True, not conn.in_transaction
         del answer
         raise sqlite3.OperationalError("disk I/O error")
 
@@ -40,13 +44,13 @@ class CountingCursor(sqlite3.Cursor):
     counter: Counter
 
     def execute(self, *arguments: Any) -> Any:
-        return self.counter.execute(lambda: super(CountingCursor, self).execute(*arguments))
+        return self.counter.execute(self.connection, lambda: super(CountingCursor, self).execute(*arguments))
 
     def executemany(self, *arguments: Any) -> Any:
-        return self.counter.execute(lambda: super(CountingCursor, self).executemany(*arguments))
+        return self.counter.execute(self.connection, lambda: super(CountingCursor, self).executemany(*arguments))
 
     def executescript(self, *arguments: Any) -> Any:
-        return self.counter.execute(lambda: super(CountingCursor, self).executescript(*arguments))
+        return self.counter.execute(self.connection, lambda: super(CountingCursor, self).executescript(*arguments))
 
 
 class CountingConnection(sqlite3.Connection):
@@ -66,11 +70,11 @@ class CountingConnection(sqlite3.Connection):
 
     def commit(self) -> None:
         if self.in_transaction:  # else SQLite is sent nothing
-            CountingCursor.counter.execute(super().commit)
+            CountingCursor.counter.execute(self, super().commit)
 
     def rollback(self) -> None:
         if self.in_transaction:
-            CountingCursor.counter.execute(super().rollback)
+            CountingCursor.counter.execute(self, super().rollback)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> Literal[False]:
         (self.commit if kind is None else self.rollback)()

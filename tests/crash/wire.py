@@ -39,6 +39,9 @@ class Messages(Protocol):
     def reply(self, data: bytes) -> tuple[int, bool]:
         """The length of the first message of a server, 0 if it is not whole; and whether it ends a reply."""
 
+    def settled(self, message: bytes) -> bool:
+        """Whether no transaction is open after the reply that this message ends."""
+
 
 class PostgresMessages:
     """A statement ends with a Query or a Sync, its reply with ReadyForQuery. Connecting counts as a statement."""
@@ -57,6 +60,9 @@ class PostgresMessages:
     def reply(self, data: bytes) -> tuple[int, bool]:
         return _typed(data, b"Z")
 
+    def settled(self, message: bytes) -> bool:
+        return message.endswith(b"I")
+
 
 def _typed(data: bytes, ends: bytes) -> tuple[int, bool]:
     if len(data) < 5 or len(data) < (length := 1 + struct.unpack("!I", data[1:5])[0]):
@@ -72,6 +78,9 @@ class RedisMessages:
 
     def reply(self, data: bytes) -> tuple[int, bool]:
         return max(_value_end(data, 0), 0), not data.startswith(b">")
+
+    def settled(self, message: bytes) -> bool:
+        return True
 
 
 def _value_end(data: bytes, at: int) -> int:
@@ -137,13 +146,15 @@ class FaultProxy:
         self._fault = Fault("dies before", 0)
         self._count = 0
         self.happened = False
+        self.settled = True
+        """Whether no transaction was open after the fault's statement."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def arm(self, fault: Fault, kill: Callable[[], None]) -> None:
         """Count from 1 again, and let this fault happen; ``kill`` ends the process."""
         with self._lock:
             self._fault, self._kill = fault, kill
-            self._count, self.happened = 0, False
+            self._count, self.happened, self.settled = 0, False, True
 
     def disconnect(self) -> None:
         """End the connections of a process that is gone, and wait until the server has noticed it."""
@@ -219,6 +230,7 @@ class FaultProxy:
                         link.client.sendall(message)
                     link.answered += cut[1]
                     if link.withheld == link.answered:
+                        self.settled = link.messages.settled(message)
                         self._happen(link)
                         return
         if link.withheld is not None:  # a request without a reply, such as to cancel
