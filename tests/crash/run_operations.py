@@ -529,6 +529,7 @@ class Purge(OfRunningRun):
     """``purge``: a run is there with its files, or gone; the next purge removes what is left."""
 
     kinds = FAULTS[::2]  # files are removed between statements: who dies before the next one has removed them
+    in_turn = True
 
     def prepare(self, place: Place) -> Leased:
         leased = super().prepare(place)

@@ -37,7 +37,10 @@ os.execve(argv[0], argv, {**os.environ, **environment})
 """
 
 COMMANDS: dict[str, list[str]] = {
-    "uvicorn": ["uvicorn", "--host", "127.0.0.1", "--port", "{port}", "--workers", "{workers}", "--no-access-log"],
+    "uvicorn": [
+        *("uvicorn", "--host", "127.0.0.1", "--port", "{port}", "--workers", "{workers}", "--no-access-log"),
+        *("--timeout-worker-healthcheck", "120"),  # on a busy machine a worker may be silent for its five seconds
+    ],
     "granian": [
         *("granian", "--interface", "asgi", "--host", "127.0.0.1", "--port", "{port}", "--workers", "{workers}"),
         *("--respawn-failed-workers", "--respawn-interval", "0.1"),
