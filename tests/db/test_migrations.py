@@ -113,6 +113,56 @@ def test_many_processes_may_migrate_at_once(url: str) -> None:
     ]
 
 
+def go_back(engine: Engine, version: str) -> None:
+    """Take migrations back, to this one or, for ``base``, all."""
+    with engine.begin() as conn:
+        config = Config()
+        config.set_main_option("script_location", "semel.db:migrations")
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = conn
+        command.downgrade(config, version)
+
+
+KILLED = """
+import os, signal
+from sqlalchemy import event
+from semel.cli._database import engine_of
+from semel.db import migrate
+
+engine = engine_of(url)
+seen = []
+
+def die(_conn, _cursor, statement, *_):
+    if statement.startswith("UPDATE semel_version"):
+        seen.append(statement)
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+event.listen(engine, "before_cursor_execute", die)
+migrate.run(engine, lambda *_: None)
+tell("it was not killed")
+"""
+
+
+def test_each_migration_is_kept_although_the_next_one_is_killed(url: str, engine: Engine) -> None:
+    """Its transaction has ended, with all its locks, before the next one begins; and the next process goes on there."""
+    assert semel_command(["migrate", url]) == 0
+    with closing(open_app(url)) as app:
+        run = app.submit("train", {"number": 1}, user="ann")
+    go_back(engine, "0008")
+    reached = []
+    for _ in schema.REVISIONS[schema.REVISIONS.index("0008") : -2]:
+        with Program(KILLED, url=url) as program, pytest.raises((EOFError, ConnectionError)):
+            program.hear()
+        with engine.connect() as conn:
+            reached.append(migrate.current(conn))
+    assert reached == list(schema.REVISIONS[schema.REVISIONS.index("0009") : -1])
+    assert [exit_code for exit_code, _ in at_once(MIGRATE, url)] == [0] * 4
+    test_a_migrated_database_is_what_the_code_expects(url, engine)
+    with closing(open_app(url)) as app:
+        assert app.get(run.id).status == "PENDING"
+
+
 MIGRATE = """
 import contextlib, io
 from semel.cli import main
@@ -158,12 +208,7 @@ def test_a_new_file_is_made_ready_by_whichever_thread_is_first(sqlite_url: str) 
 def test_a_migration_can_be_taken_back_and_run_again(url: str, engine: Engine) -> None:
     """Nothing of semel's is left in between, and everything works afterwards."""
     assert semel_command(["migrate", url]) == 0
-    with engine.begin() as conn:
-        config = Config()
-        config.set_main_option("script_location", "semel.db:migrations")
-        config.set_main_option("path_separator", "os")
-        config.attributes["connection"] = conn
-        command.downgrade(config, "base")
+    go_back(engine, "base")
     with engine.connect() as conn:
         assert [name for name in inspect(conn).get_table_names() if name != schema.VERSION_TABLE] == []
         if conn.dialect.name == "postgresql":
@@ -184,12 +229,8 @@ def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, eng
         app.cancel(over.id)
         slot = jobs.reserve_job_slot("ann", 5)
         jobs.store_idempotency_key("document", over.id, "ann")
-    with engine.begin() as conn:
-        config = Config()
-        config.set_main_option("script_location", "semel.db:migrations")
-        config.set_main_option("path_separator", "os")
-        config.attributes["connection"] = conn
-        command.downgrade(config, back_to)
+    go_back(engine, back_to)
+    with engine.connect() as conn:
         for view in ("model_runs", "idempotency_keys", "job_reservations"):
             assert conn.execute(text(f"SELECT * FROM {view}")).all() != []
     assert semel_command(["migrate", url]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine, exc, text
@@ -49,26 +50,29 @@ PATIENCE = 30.0
 def run(engine: Engine, progress: Progress) -> tuple[str | None, str | None]:
     """Run the missing migrations, and return the version before and after.
 
-    What a migration can do while the release before still works, it does first, in short transactions. A process that
-    dies in between loses nothing: the next one goes on. Concurrent ones share the work. A database of a newer release
-    is not changed.
+    Each migration is a transaction, so that the locks of one are not held while the next one works. Only an empty
+    database, which nobody uses yet, gets all of them in one. What a migration can do while the release before still
+    works, it does first, in short transactions. A process that dies in between loses nothing: the next one goes on.
+    Concurrent ones share the work. A database of a newer release is not changed.
     """
     before = _alone(engine, current)
     if before not in REVISIONS[:-1]:
         return _alone(engine, upgrade)
-    for version, part in _preparations(before):
-        _alone(engine, upgrade, version)
-        _prepare(engine, version, part, progress)
-    return before, _alone(engine, upgrade)[1]
+    preparations = _preparations()
+    for version, following in pairwise(REVISIONS[REVISIONS.index(before) :]):
+        if version in preparations:
+            _prepare(engine, version, preparations[version], progress)
+        _alone(engine, upgrade, following)
+    return before, _alone(engine, current)
 
 
-def _preparations(before: str) -> list[tuple[str, Part]]:
-    """What the missing migrations do first, each with the version that it starts from."""
+def _preparations() -> dict[str, Part]:
+    """What migrations do first, by the version that they start from."""
     from alembic.script import ScriptDirectory
 
-    scripts = reversed(list(ScriptDirectory.from_config(_config()).walk_revisions()))
-    parts = [(str(script.down_revision), getattr(script.module, "prepare", None)) for script in scripts]
-    return [(version, part) for version, part in parts if part is not None and before <= version]
+    scripts = ScriptDirectory.from_config(_config()).walk_revisions()
+    parts = {str(script.down_revision): getattr(script.module, "prepare", None) for script in scripts}
+    return {version: part for version, part in parts.items() if part is not None}
 
 
 def _prepare(engine: Engine, version: str, part: Part, progress: Progress) -> None:
@@ -118,16 +122,17 @@ def _lock(conn: Connection) -> None:
         conn.execute(text("SET LOCAL lock_timeout = '2s'"))
 
 
-def upgrade(conn: Connection, to: str = "head") -> tuple[str | None, str | None]:
-    """Run the missing migrations in the connection's transaction, and return the version before and after.
+def upgrade(conn: Connection, to: str = REVISIONS[-1]) -> tuple[str | None, str | None]:
+    """Run the migrations up to this one that are missing, in the connection's transaction.
 
-    Concurrent migrations of a database wait for each other. A database of a newer release is not changed.
+    Returns the version before and after. Concurrent migrations of a database wait for each other: what another process
+    has run meanwhile is not run again. A database of a newer release is not changed.
     """
     from alembic import command
 
     _lock(conn)
     before = current(conn)
-    if behind(conn) and before != to:
+    if behind(conn) and (before is None or before < to):
         config = _config()
         config.attributes["connection"] = conn
         with _alembic.lock:
