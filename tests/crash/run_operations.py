@@ -20,7 +20,7 @@ from semel.runs.store import manifests, partitions, seals
 from semel.runs.store.lease import Leased
 from semel.runs.types import MICRO, EndKind
 from semel.runs.worker.sweeper import sweep_until_signalled
-from support.databases import LEASE, MISCOUNTED, TestDatabase
+from support.databases import LEASE, MISCHARGED, MISCOUNTED, TestDatabase
 from support.waiting import eventually
 
 CRASH = Actor(user="crash")
@@ -166,7 +166,7 @@ class OfPendingRun(Connected):
 
     def prepare(self, place: Place) -> Any:
         with opened(place) as database:
-            return database.submit(place.name).id
+            return database.submit(place.name, cost=COST).id
 
 
 class Lease(OfPendingRun):
@@ -255,7 +255,7 @@ class FinishAndLease(Connected):
     def prepare(self, place: Place) -> Leased:
         with opened(place) as database:
             for _ in range(2):
-                database.submit(place.name)
+                database.submit(place.name, cost=COST)
             (leased,) = database.lease()
             return leased
 
@@ -284,7 +284,7 @@ class Sweep(OfRunningRun):
 
     def prepare(self, place: Place) -> Leased:
         with opened(place) as database:
-            database.submit(place.name, idempotency_key="key", key_ttl=1)
+            database.submit(place.name, idempotency_key="key", key_ttl=1, cost=COST)
             (leased,) = database.lease()
             return leased
 
@@ -585,6 +585,7 @@ class DropPartition(Purge):
         super().check(place, given, ended)
         with opened(place) as database:
             assert database.rows(MISCOUNTED) == []
+            assert all(cost == COST * MICRO for *_, cost in database.rows(MISCHARGED)), "of the one that was removed"
             if database.kind == "postgres":
                 assert database.count("semel_run_logs_default") == 0
                 assert database.ask(partitions.partitions) == []

@@ -16,10 +16,13 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, text
 
-from semel import Granted, JobStore, NotMigrated, Once, SemelError
+from semel import App, Granted, JobStore, NotMigrated, Once, SemelError
+from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.db import migrate, schema
-from support.databases import open_app
+from semel.runs.store import lease, transitions
+from semel.runs.store.lease import LeaseRequest
+from support.databases import ending, open_app
 from support.programs import Program
 
 PATIENCE = 60
@@ -224,9 +227,14 @@ def test_a_migration_can_be_taken_back_and_run_again(url: str, engine: Engine) -
 def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, engine: Engine, back_to: str) -> None:
     assert semel_command(["migrate", url]) == 0
     with closing(open_app(url)) as app, closing(JobStore(url)) as jobs:
+        for asked, reported in ((3, None), (4, 5)):
+            app.submit("train", {"number": asked}, user="ann", cost=asked)
+            finish_next(app, reported)
         run = app.submit("train", {"number": 1}, user="ann", idempotency_key="k", cost=2.5)
         over = app.submit("train", {"number": 2}, user="ann")
         app.cancel(over.id)
+        spent = app.usage("ann").spent
+        assert spent["yearly"] == 2.5 + 3 + 5
         slot = jobs.reserve_job_slot("ann", 5)
         jobs.store_idempotency_key("document", over.id, "ann")
     go_back(engine, back_to)
@@ -235,14 +243,23 @@ def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, eng
             assert conn.execute(text(f"SELECT * FROM {view}")).all() != []
     assert semel_command(["migrate", url]) == 0
     with closing(open_app(url)) as app, closing(JobStore(url)) as jobs:
-        assert app.usage("ann").concurrent == 2
+        assert (app.usage("ann").concurrent, app.usage("ann").spent) == (2, spent)
         again = app.submit("train", {"number": 1}, user="ann", idempotency_key="k", cost=2.5)
         assert (again.id, again.replayed, again.cost) == (run.id, True, 2.5)
         assert app.get(over.id).status == "CANCELLED"
         assert slot is not None
         assert jobs.consume_reservation(slot, job_id=run.id)
         assert jobs.check_idempotency_key("document", "ann") == over.id
-        assert app.purge(0) == 0, "a live key names what is over"
+        assert app.purge(0) == 2, "a live key names the one that was cancelled"
+        assert app.usage("ann").spent == spent
+
+
+def finish_next(app: App, cost: float | None) -> None:
+    """Lease the next run and end it, with the cost that it reports."""
+    store = app._engine.store
+    request = LeaseRequest("worker-1", ("default",), ["train"], 1)
+    (leased,) = run_sync(store.write(lease.lease, request, store.statement_context))
+    assert run_sync(store.write(transitions.end, [ending(leased, cost=cost)], store.statement_context))
 
 
 def test_a_newer_database_is_accepted(url: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from sqlalchemy import Connection, NullPool, Table, create_engine, delete, inser
 
 from semel import App, JobStore, QuotaExceeded, Run
 from semel._concurrency.sync import run_sync
-from semel.db.schema import active, attempts, run_counts, submitted
+from semel.db.schema import active, attempts, charges, run_counts, submitted
 from semel.runs.models.model import make_model
 from semel.runs.store import RunStore, lease, maintenance, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
@@ -28,7 +28,7 @@ from semel.runs.store.maintenance import WorkerRecord
 from semel.runs.store.submit import JobDetails
 from semel.runs.store.transitions import FinishRequest
 from semel.runs.submission import SubmitOptions
-from semel.runs.types import INTERNAL_QUEUE, TERMINAL, AttemptResult, EndKind
+from semel.runs.types import DAY_US, INTERNAL_QUEUE, TERMINAL, AttemptResult, EndKind
 from semel.testing import FakeClock
 from support.waiting import eventually
 
@@ -41,7 +41,7 @@ DATABASES = ("sqlite", "postgres")
 
 TABLES = (
     *("runs", "active", "attempts", "outbox", "keys", "run_logs", "jobs", "quotas", "reservations", "workers"),
-    *("leaders", "removals", "run_counts", "run_totals", "costs", "worker_manifests", "manifests"),
+    *("leaders", "removals", "run_counts", "run_totals", "costs", "charges", "worker_manifests", "manifests"),
     *("subscriptions", "deliveries", "audit", "pauses", "sealing", "unsealed", "seals"),
     *("seal_leaves", "purges"),
 )
@@ -208,9 +208,13 @@ def put_run(conn: Connection, row: dict[str, Any]) -> None:
         _put(conn, attempts, {"run_id": row["id"], "ended_us": row["finished_us"], "began_us": began, **row})
         spent = row["finished_us"] - (began or 0) if row["status"] == "SUCCEEDED" else 0
         _put(conn, run_counts, {"facet": None, **row, "count": 1, "spent_us": spent})
+        if row.get("cost") and row["user_id"]:
+            day = row["created_us"] - row["created_us"] % DAY_US
+            _put(conn, charges, {**row, "day_us": day})
     else:
         born = {"version": 1, "fence": 0, "lease_until_us": None}
-        _put(conn, active, {"since_us": row["created_us"], **row, **born})
+        charged = row["created_us"] if row.get("cost") else None
+        _put(conn, active, {"since_us": row["created_us"], "charged_us": charged, **row, **born})
         if row["status"] == "RUNNING":
             running = {name: row.get(name) for name in ("lease_until_us", "worker", "heartbeat_us", "started_us")}
             leased = {"version": 2, "fence": 1, "began_us": row.get("started_us") or row["created_us"], **running}
@@ -231,6 +235,16 @@ SELECT tenant, model, status, sum(n), sum(spent) FROM (
 ) AS counted GROUP BY tenant, model, status HAVING sum(n) <> 0 OR sum(spent) <> 0
 """
 """Where the counts of the summary differ from the runs: always nothing."""
+
+MISCHARGED = """
+SELECT tenant, user_id, day_us, sum(cost) AS cost FROM (
+  SELECT tenant, user_id, day_us, cost FROM semel_costs
+  UNION ALL SELECT tenant, user_id, day_us, cost FROM semel_charges
+  UNION ALL SELECT tenant, user_id, created_us - created_us % 86400000000, -cost FROM semel_run_states
+  WHERE status NOT IN ('PENDING', 'RUNNING') AND user_id <> ''
+) AS charged GROUP BY tenant, user_id, day_us HAVING sum(cost) <> 0
+"""
+"""Where the costs of users differ from those of the runs that ended: nothing, or what removed runs cost."""
 
 
 def remove_run(conn: Connection, run_id: str) -> None:

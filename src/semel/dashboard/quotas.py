@@ -148,8 +148,6 @@ WHERE tenant = :tenant AND expires_us >= :at AND NOT consumed
 GROUP BY user_id ORDER BY 2 DESC, 1 LIMIT :most"""
     )
 )
-_LAST_DAY = Quota(per_day=0, cost_daily=0.0)
-"""Limits the usage of users without a quota to the last day: older runs are not counted."""
 
 
 def list_usage(conn: Connection, tenant: str, most: int, terms: StatementContext) -> list[UserUsage]:
@@ -163,7 +161,7 @@ def list_usage(conn: Connection, tenant: str, most: int, terms: StatementContext
             user=person[1],
             quota=quotas.get(person),
             own=person[1] in own,
-            used=store.usage(conn, person, now, quotas.get(person, _LAST_DAY)),
+            used=store.usage(conn, person, now),
         )
         for person in people
     ]

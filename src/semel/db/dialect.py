@@ -71,6 +71,9 @@ class Dialect(Protocol):
     def total(self, column: str, where: str) -> str:
         """The sum of an integer column over the rows for which ``where`` is true; 0 for no rows. Cannot overflow."""
 
+    def capped(self, number: str) -> str:
+        """A number that may need more than 64 bits as an integer of 64 bits, the greatest if it does."""
+
     def unindexed(self, column: str) -> str:
         """The text column, without the use of its index: with the statistics of a table that was just empty, both
         databases would scan all RUNNING rows for each id instead of looking the id up.
@@ -122,6 +125,9 @@ class Postgres:
         # PostgreSQL's sum of bigints is a numeric.
         return f"coalesce(sum({column}) FILTER (WHERE {where}), 0)"
 
+    def capped(self, number: str) -> str:
+        return f"CAST(least({number}, 9223372036854775807) AS bigint)"
+
     def advisory_lock(self, name: str, number: int) -> str:
         return f"pg_advisory_xact_lock(hashtextextended(CAST(:{name} AS text), {number}))"
 
@@ -166,6 +172,9 @@ class Sqlite:
     def total(self, column: str, where: str) -> str:
         # sum() raises if 64 bits are too few; total() is a float.
         return f"total({column}) FILTER (WHERE {where})"
+
+    def capped(self, number: str) -> str:
+        return f"CAST({number} AS INTEGER)"
 
     def advisory_lock(self, name: str, number: int) -> str:  # noqa: ARG002
         return "NULL"

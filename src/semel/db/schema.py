@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 REVISIONS = (
     *("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010"),
-    *("0011", "0012", "0013", "0014"),
+    *("0011", "0012", "0013", "0014", "0015"),
 )
 """Every migration, oldest first; the last one is what this release needs."""
 
@@ -237,14 +237,16 @@ active = Table(
     Column("facet", Text, nullable=True),
     Column("dedupe", _id, nullable=True),
     Column("dedupe_until_us", BigInteger, nullable=True),
+    Column("charged_us", BigInteger, nullable=True),
     CheckConstraint("lease_until_us IS NULL OR worker IS NOT NULL", "semel_active_executor"),
     CheckConstraint("lease_until_us IS NULL OR fence > 0", "semel_active_fenced"),
     postgresql_with={"fillfactor": "45"},
 )
 """The runs that are pending (without the end of a lease) or running. A lease and its renewals change no indexed column,
 so that PostgreSQL writes the row in place. ``since_us``: when its present wait began. ``step``: NULL until the first.
-``dedupe``: what is unique for its payload, until ``dedupe_until_us``. The times of the first start, the heartbeat and
-the progress are NULL where they are ``began_us``.
+``dedupe``: what is unique for its payload, until ``dedupe_until_us``. ``cost``: NULL for 0, until an attempt reported
+one. ``charged_us``: when a run that has a cost was submitted. The times of the first start, the heartbeat and the
+progress are NULL where they are ``began_us``.
 """
 Index(
     "semel_active_ready",
@@ -427,7 +429,22 @@ costs = Table(
     Column("cost", BigInteger, nullable=False),
     PrimaryKeyConstraint("tenant", "user_id", "day_us", name="semel_costs_pkey"),
 )
-"""What the removed runs of a user cost, for each day (UTC) on which they were submitted: cost limits still count it."""
+"""What a user's runs cost that have ended, for each day (UTC) on which they were submitted. They may be removed: cost
+limits still count them.
+"""
+
+charges = Table(
+    "semel_charges",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("day_us", BigInteger, nullable=False),
+    Column("cost", BigInteger, nullable=False),
+)
+"""As ``costs``, of runs that ended lately: a row for each batch of ends, user and day. The sweeper adds them to
+``costs``, so no two workers wait for one row.
+"""
+Index("semel_charges_user", charges.c.tenant, charges.c.user_id)
 
 views = MetaData()
 

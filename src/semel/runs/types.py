@@ -25,6 +25,7 @@ STATUSES: tuple[Status, ...] = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CA
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 MICRO = 1_000_000
+DAY_US = 86400 * MICRO
 
 HELD_US = 100 * 366 * 86400 * MICRO
 """A run that is due this long after its creation is held: it cannot be leased until it is released."""

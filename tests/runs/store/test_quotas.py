@@ -24,9 +24,9 @@ from semel import (
 )
 from semel._concurrency.sync import run_sync
 from semel.errors import ReservationLost
-from semel.runs.store import maintenance
+from semel.runs.store import maintenance, transitions
 from semel.runs.types import MAX_COST
-from support.databases import Databases, TestDatabase, refused
+from support.databases import LEASE, MISCHARGED, Databases, TestDatabase, ending, refused
 
 HOUR, DAY = 3600, 86400
 MOMENT = 0.000001
@@ -165,16 +165,92 @@ def test_a_retry_costs_what_the_run_was_to_cost(database: TestDatabase) -> None:
     assert database.app.retry(failed.id).cost == 5
 
 
+@pytest.mark.parametrize("asked", [0, 2.0])
+def test_a_user_is_charged_once_for_each_run_however_it_ends(database: TestDatabase, asked: float) -> None:
+    """With what its last attempt reported, or else with what it was to cost."""
+    database.submit(user="", cost=asked)  # nobody is charged for it
+    for kind, cost in (("succeeded", None), ("succeeded", 3.0), ("succeeded", 0.0), ("fatal", None), ("fatal", 3.5)):
+        database.submit(cost=asked)
+        for leased in database.lease(2):
+            assert database.end(leased, kind, cost=cost)  # type: ignore[arg-type]
+            assert not database.end(leased, "fatal", cost=77), "and not for an end that does not count"
+        assert_charged(database)
+    database.submit(cost=asked)
+    assert database.finish_and_lease(*database.lease(), cost=4.0) == (True, [])
+    assert_charged(database)
+    database.app.cancel(database.submit(cost=asked).id)
+    assert_charged(database)
+
+
+@pytest.mark.parametrize("reported", [None, 1.25])
+@pytest.mark.parametrize("asked", [0, 2.0])
+def test_a_user_is_charged_for_a_run_with_many_attempts_once(
+    database: TestDatabase, asked: float, reported: float | None
+) -> None:
+    def tried_once() -> str:
+        database.submit(cost=asked)
+        (leased,) = database.lease()
+        database.end(leased, "retry", cost=reported)
+        assert_charged(database)
+        return leased.id
+
+    tried_once()
+    assert database.end(*database.lease())
+    assert_charged(database)
+    database.app.cancel(tried_once())
+    assert_charged(database)
+    database.app.cancel(tried_once())
+    database.app.cancel(tried_once())
+    tried_once()
+    for _ in range(3):
+        database.lease()
+        database.clock.advance(LEASE + 1)
+        assert database.lose_expired() == 1
+        assert_charged(database)
+    assert database.app.backlog().pending == 0
+    database.do(maintenance.add_up)
+    assert_charged(database)
+    assert database.count("semel_charges") == 0
+
+
+def assert_charged(database: TestDatabase) -> None:
+    """All runs of the user were submitted today, and their costs are what the user has spent."""
+    assert database.rows(MISCHARGED) == []
+    costs = sum(run.cost for run in database.app.runs(user=42).runs)
+    assert database.app.usage(42).spent == dict.fromkeys(("daily", "weekly", "monthly", "yearly"), costs)
+
+
+def test_a_cost_counts_for_the_day_of_its_submission_also_after_the_run_is_removed(database: TestDatabase) -> None:
+    database.submit(cost=1)
+    database.submit(cost=2)
+    database.clock.advance(86400)
+    first, second = database.lease(2)
+    assert database.end(first)
+    database.do(maintenance.add_up)
+    assert database.end(second, cost=8.0)
+    spent = {"daily": 0.0, "weekly": 9, "monthly": 0, "yearly": 9}
+    assert (database.app.usage(42).spent, database.rows(MISCHARGED)) == (spent, [])
+    database.clock.advance(3 * 3600)
+    assert database.app.purge(3600) == 2
+    assert database.app.usage(42).spent == spent
+
+
 def test_no_sum_of_costs_overflows_whatever_older_runs_have(database: TestDatabase) -> None:
     """A release that took 3e8 for a cost left rows whose sum needs more than 64 bits."""
     database.app.set_quota(42, Quota(cost_yearly=100, action="warn"))
     database.app.set_quota(43, Quota(cost_yearly=100))
     for _ in range(3):
         database.submit(42)
-    database.write("UPDATE semel_active SET cost = 9000000000000000000")
+    database.write("UPDATE semel_active SET cost = 9000000000000000000, charged_us = since_us")
     assert database.app.usage(42).spent["yearly"] == pytest.approx(2.7e13)
     assert database.submit(42, cost=1).cost_limit_warning is not None
     assert database.submit(43, cost=1).cost == 1, "and nobody else notices"
+    assert database.app.usage(43).spent["yearly"] == 1
+    taken = database.lease(2)
+    assert all(database.do(transitions.end, [ending(each) for each in taken]))
+    assert database.end(*database.lease())
+    database.do(maintenance.add_up)
+    assert database.app.usage(42).spent["yearly"] == pytest.approx(9.223e12, rel=0.01), "as much as a row can hold"
     assert database.app.usage(43).spent["yearly"] == 1
 
 

@@ -36,6 +36,7 @@ from semel.db.dialect import Dialect, Statement, StatementContext, hot
 from semel.db.schema import (
     active,
     attempts,
+    charges,
     costs,
     deliveries,
     keys,
@@ -52,11 +53,10 @@ from semel.runs.store.audit_log import Change
 from semel.runs.store.digests import note_purge
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
-from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
+from semel.runs.types import DAY_US, INTERNAL_QUEUE, MICRO, TERMINAL
 
 BATCH = 1000
 """Rows of a kind that one transaction removes."""
-DAY_US = 86400 * MICRO
 COSTS_KEPT_US = 400 * DAY_US
 """The longest period of a cost limit is a year."""
 EVENTS_KEPT_US = 7 * DAY_US
@@ -127,15 +127,30 @@ ON CONFLICT (tenant, model, facet, status) DO UPDATE
 SET count = k.count + excluded.count, spent_us = k.spent_us + excluded.spent_us"""
 
 
-_ADD_UP = Statement(_add_up)
+def _add_up_costs(dialect: Dialect) -> str:
+    gone = "semel_charges"
+    before = ""
+    if dialect.writes_in_with:
+        gone, before = "gone", "WITH gone AS (DELETE FROM semel_charges RETURNING *)"
+    return f"""
+{before} INSERT INTO semel_costs AS k (tenant, user_id, day_us, cost)
+SELECT tenant, user_id, day_us, {dialect.capped(dialect.total("cost", "true"))} FROM {gone} WHERE true GROUP BY 1, 2, 3
+ON CONFLICT (tenant, user_id, day_us) DO UPDATE
+SET cost = {dialect.capped("CAST(k.cost AS numeric) + excluded.cost")}"""
+
+
+_ADD_UP, _ADD_UP_COSTS = Statement(_add_up), Statement(_add_up_costs)
 
 
 def add_up(conn: Connection, context: StatementContext) -> None:
-    """Add the counts of runs that ended to the totals, so that a summary reads few rows."""
+    """Add the counts of runs that ended to the totals, and what they cost to the costs of their users' days, so that a
+    summary and a quota read few rows.
+    """
     read_clock(conn, context)
-    _ADD_UP.count(conn)
-    if conn.dialect.name == "sqlite":
-        conn.execute(delete(run_counts))
+    for statement, noted in ((_ADD_UP, run_counts), (_ADD_UP_COSTS, charges)):
+        statement.count(conn)
+        if conn.dialect.name == "sqlite":
+            conn.execute(delete(noted))
 
 
 def remove_expired(conn: Connection, context: StatementContext) -> tuple[int, bool]:
@@ -181,7 +196,7 @@ class Chores(Struct, frozen=True):
     late: bool = True
     """The clock was put back, and something would last longer than it was asked for."""
     expired: bool = True
-    """Rows may be removed, or counts added up."""
+    """Rows may be removed, or counts and costs added up."""
     unsealed: bool = True
     """Attempts ended that no seal covers."""
 
@@ -196,6 +211,7 @@ def _chores(dialect: Dialect) -> str:
         f"semel_workers WHERE seen_us < {now} - {DAY_US}",
         f"semel_costs WHERE day_us < {now} - {COSTS_KEPT_US}",
         "semel_run_counts",
+        "semel_charges",
     )
     return f"""EXISTS (SELECT 1 FROM semel_active WHERE lease_until_us < {now}),
   EXISTS (SELECT 1 FROM semel_active WHERE {_too_long(now)})
@@ -377,15 +393,15 @@ def rule_of(rule: str, age: float) -> str:
     return f"{rule}: ended more than {age:g} s ago"
 
 
-_DAY = f"r.created_us - r.created_us % {DAY_US}"
 _HAS_FILES = "coalesce(e.result_ref, e.artifacts, e.result_exact) IS NOT NULL"
 _MAY_HAVE_FILES = f"({_HAS_FILES} OR e.version > 3 OR e.status <> 'SUCCEEDED' AND e.began_us IS NOT NULL)"
 """One that succeeded at once and stored no file has none; after another attempt files may be left."""
 
 
 class Leaving:
-    """Writes what is left of runs that are about to be removed: they count no longer, what they cost is kept, and their
-    files are noted, each with the logs of its run. ``which`` says which runs: a condition on their ids.
+    """Writes what is left of runs that are about to be removed: they count no longer, and their files are noted, each
+    with the logs of its run. What they cost was noted when they ended. ``which`` says which runs: a condition on their
+    ids.
     """
 
     def __init__(self, which: Callable[[Dialect, str], str], noted: str = "true") -> None:
@@ -395,7 +411,6 @@ WHERE {which(w, "r.id")} AND {which(w, "e.run_id")}"""
 
         self._writes = [
             Statement(lambda w: _UNCOUNT.format(ended=ended(w))),
-            Statement(lambda w: _KEEP_COSTS.format(ended=ended(w))),
             Statement(lambda w: _NOTE_FILES.format(ended=ended(w), id=w.as_text("r.id"), noted=noted)),
             Statement(lambda w: f"DELETE FROM semel_outbox WHERE {which(w, 'run_id')}"),
             Statement(lambda w: f"DELETE FROM semel_jobs WHERE {which(w, 'run_id')}"),
@@ -416,11 +431,6 @@ INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us)
 SELECT r.tenant, r.model, r.facet, e.status, -count(*), -CAST(sum(
     CASE WHEN e.status = 'SUCCEEDED' THEN e.ended_us - coalesce(e.started_us, e.began_us) ELSE 0 END) AS bigint)
 {{ended}} AND (r.queue <> '{INTERNAL_QUEUE}' OR r.user_id <> '') GROUP BY r.tenant, r.model, r.facet, e.status"""
-_KEEP_COSTS = f"""
-INSERT INTO semel_costs AS k (tenant, user_id, day_us, cost)
-SELECT r.tenant, r.user_id, {_DAY}, CAST(sum(coalesce(e.cost, r.asked_cost, 0)) AS bigint)
-{{ended}} AND r.user_id <> '' AND coalesce(e.cost, r.asked_cost, 0) <> 0 GROUP BY r.tenant, r.user_id, {_DAY}
-ON CONFLICT (tenant, user_id, day_us) DO UPDATE SET cost = k.cost + excluded.cost"""
 _NOTE_FILES = f"""
 INSERT INTO semel_removals (prefix, has_files) SELECT {{id}}, {_HAS_FILES}
 {{ended}} AND {{noted}} ON CONFLICT (prefix) DO NOTHING"""

@@ -20,9 +20,9 @@ from semel.db.dialect import StatementContext
 from semel.db.schema import submitted
 from semel.runs.store import audit_log
 from semel.runs.store.digests import note_range
-from semel.runs.store.maintenance import DAY_US, EVENTS_KEPT_US, LEAVE_RANGE, purged, rule_of
+from semel.runs.store.maintenance import EVENTS_KEPT_US, LEAVE_RANGE, purged, rule_of
 from semel.runs.store.quotas import read_clock
-from semel.runs.types import MICRO, id_at
+from semel.runs.types import DAY_US, MICRO, id_at
 
 SHARE = 8
 """How many partitions the time of a retention has."""

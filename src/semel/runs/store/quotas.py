@@ -1,7 +1,7 @@
 """Quotas without races: usage is counted from rows, under a lock on the user, in the transaction that adds to it.
 
 There is no counter that could drift: a slot is free, once, as soon as its run or its reservation has ended, whichever
-process died meanwhile.
+process died meanwhile. What ended runs cost is added up, in the transaction that ends them; see ``schema.charges``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from semel.db.schema import active, quotas, reservations
 from semel.errors import CostLimitExceeded, QuotaExceeded, ReservationLost
 from semel.runs.store import audit_log
 from semel.runs.store.audit_log import Change
-from semel.runs.types import COST_PERIODS, COUNTED_LIMITS, EVERYBODY, MICRO, Quota, Usage, checked_id, micros
+from semel.runs.types import COST_PERIODS, COUNTED_LIMITS, DAY_US, EVERYBODY, MICRO, Quota, Usage, checked_id, micros
 from semel.types import moment
 
 Person: TypeAlias = tuple[str, str]
@@ -122,36 +122,43 @@ def list_quotas(conn: Connection, tenant: str) -> dict[str, Quota]:
     return {row.user_id: _quota(row) for row in rows}
 
 
-def _removed(dialect: Dialect, period: str) -> str:
-    """What the user's runs cost that were removed since: see ``schema.costs``."""
-    spent = f"SELECT {dialect.total('cost', 'true')} FROM semel_costs"
-    return f"({spent} WHERE tenant = :tenant AND user_id = :person AND day_us >= :{period})"
+def _usage(dialect: Dialect, *, costs: bool) -> str:
+    """Counts a user's active runs, reservations and latest runs, and adds up what their runs cost, if that is asked.
 
-
-_USAGE = Statement(
-    lambda w: (
-        f"""
-SELECT (SELECT count(*) FROM semel_active
-        WHERE tenant = :tenant AND user_id = :person AND user_id <> ''),
+    What ended was added up for each day; see ``schema.charges``. What is under way is added up here.
+    """
+    theirs = "tenant = :tenant AND user_id = :person"
+    spent = f"""
+SELECT day_us AS at_us, cost FROM semel_costs WHERE {theirs} AND day_us >= :oldest
+UNION ALL SELECT day_us, cost FROM semel_charges WHERE {theirs}
+UNION ALL SELECT charged_us, cost FROM semel_active WHERE {theirs} AND user_id <> '' AND cost <> 0"""
+    totals = ", ".join(dialect.total("cost", f"at_us >= :{period}") for period in COST_PERIODS)
+    return f"""
+SELECT (SELECT count(*) FROM semel_active WHERE {theirs} AND user_id <> ''),
        (SELECT count(*) FROM semel_reservations
-        WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed AND job_id IS NULL),
-       count(*) FILTER (WHERE created_us > :hour), count(*) FILTER (WHERE created_us > :day),
-       {", ".join(f"{w.total('cost', f'created_us >= :{period}')} + {_removed(w, period)}" for period in COST_PERIODS)}
-FROM semel_run_states WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND created_us >= :oldest
-"""
-    )
-)
+        WHERE {theirs} AND expires_us >= :at AND NOT consumed AND job_id IS NULL),
+       counts.*{", costs.*" if costs else ""}
+FROM (SELECT count(*) FILTER (WHERE created_us > :hour) AS last_hour, count(*) AS last_day FROM semel_runs
+      WHERE {theirs} AND user_id <> '' AND created_us > :since) AS counts
+{f"CROSS JOIN (SELECT {totals} FROM ({spent}) AS spent) AS costs" if costs else ""}"""
+
+
+_USAGE, _USAGE_AND_COSTS = Statement(lambda w: _usage(w, costs=False)), Statement(lambda w: _usage(w, costs=True))
 
 
 def usage(conn: Connection, person: Person, now: int, quota: Quota | None = None) -> Usage:
-    """Count a user's usage at this moment; with a quota, only as far back as its limits reach."""
+    """Count a user's usage at this moment; with a quota, only what its limits ask for: the rest may be 0."""
     starts = period_starts(now)
-    hour, day = now - 3600 * MICRO, now - 86400 * MICRO
-    looks = {"per_hour": hour, "per_day": day, **{f"cost_{period}": start for period, start in starts.items()}}
-    oldest = [at for name, at in looks.items() if quota is None or getattr(quota, name) is not None]
-    values: dict[str, Any] = {"tenant": person[0], "person": person[1], "at": now, "hour": hour, "day": day}
-    values |= {**starts, "oldest": min([now, *oldest])}
-    (row,) = _USAGE.rows(conn, **values)
+    since = {"per_hour": now - 3600 * MICRO, "per_day": now - DAY_US}
+    asked = [at for name, at in since.items() if quota is None or getattr(quota, name) is not None]
+    values: dict[str, Any] = {"tenant": person[0], "person": person[1], "at": now}
+    values |= {"hour": since["per_hour"], "since": min([now, *asked])}
+    if quota is None or any(getattr(quota, f"cost_{period}") is not None for period in starts):
+        values |= {**starts, "oldest": min(starts.values())}
+        (row,) = _USAGE_AND_COSTS.rows(conn, **values)
+    else:
+        (row,) = _USAGE.rows(conn, **values)
+        row = (*row, *(0 for _ in starts))
     return Usage(
         concurrent=row[0] + row[1],
         reserved=row[1],

@@ -213,7 +213,7 @@ _SUBMITTED = (
 )
 _ACTIVE = (
     "id, since_us, due_us, lease_us, fence, priority, version, attempts, errors, losts, ready, tenant, user_id, queue, "
-    "model, facet, dedupe, dedupe_until_us"
+    "model, facet, dedupe, dedupe_until_us, cost, charged_us"
 )
 
 
@@ -232,7 +232,8 @@ def _queue(dialect: Dialect, asked: str, *, deduped: bool) -> str:
     return f"""
 INSERT INTO semel_active AS k ({_ACTIVE})
 SELECT in_id, {dialect.now}, {dialect.now} + in_delay, in_lease, 0, in_priority, 1, 0, 0, 0, in_delay <= 0, in_tenant,
-  in_user, in_queue, in_model, in_facet, in_dedupe, {dialect.now} + in_dedupe_for
+  in_user, in_queue, in_model, in_facet, in_dedupe, {dialect.now} + in_dedupe_for, nullif(in_cost, 0),
+  CASE WHEN in_cost <> 0 THEN {dialect.now} END
 FROM {asked}
 {"ORDER BY in_dedupe ON CONFLICT DO NOTHING" if deduped else ""}
 RETURNING {dialect.returning("id")}"""

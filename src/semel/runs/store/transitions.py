@@ -32,7 +32,7 @@ from semel.db.schema import jobs
 from semel.runs.store import audit_log
 from semel.runs.store.audit_log import Change
 from semel.runs.store.digests import ENQUEUE, attempt_digest, enqueue, is_sealed
-from semel.runs.types import HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
+from semel.runs.types import DAY_US, HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
 
 CHANNEL = "semel_runs"
 
@@ -111,6 +111,13 @@ SELECT tenant, model, facet, status, count(*),
   CAST(coalesce(sum(CASE WHEN status = 'SUCCEEDED' THEN ended_us - first_us END), 0) AS bigint)
 FROM {source} WHERE status <> 'PENDING' AND (queue <> '{INTERNAL_QUEUE}' OR user_id <> '')
 GROUP BY tenant, model, facet, status"""
+
+
+def charging(dialect: Dialect, source: str) -> str:
+    """An INSERT of what the attempts in ``source`` that ended a run cost its user: see ``schema.charges``."""
+    return f"""INSERT INTO semel_charges (tenant, user_id, day_us, cost)
+SELECT tenant, user_id, charged_us - charged_us % {DAY_US}, {dialect.capped(dialect.total("cost", "true"))}
+FROM {source} WHERE status <> 'PENDING' AND user_id <> '' AND cost <> 0 GROUP BY 1, 2, 3"""
 
 
 FIRST_START = "coalesce(k.started_us, k.began_us)"
@@ -208,7 +215,16 @@ def _success(dialect: Dialect, *, more: bool) -> str:
         ", in_ref AS result_ref, in_artifacts AS artifacts, in_exact AS result_exact, in_warnings AS warnings"
         if more
         else ""
-    }, k.model, {FIRST_START} AS first_us, CAST(NULL AS text) AS note, k.user_id, k.queue, k.facet"""
+    }, k.model, {FIRST_START} AS first_us, CAST(NULL AS text) AS note, k.user_id, k.queue, k.facet,
+  {_charged_at(more=more)} AS charged_us"""
+
+
+def _charged_at(*, more: bool) -> str:
+    """When the run of the active row ``k`` was submitted, if it has a cost, which only its last attempt may report."""
+    if not more:
+        return "k.charged_us"
+    submitted = "SELECT r.created_us FROM semel_runs AS r WHERE r.id = k.id"
+    return f"coalesce(k.charged_us, CASE WHEN in_cost <> 0 THEN ({submitted}) END)"
 
 
 class _Succeeding:
@@ -225,6 +241,7 @@ e AS (DELETE FROM semel_active AS k USING held WHERE {FENCED} RETURNING {_succes
 noted AS ({_noting(w, written, "e")}),
 queued AS ({ENQUEUE}),
 counted AS ({counting("e")}),
+charged AS ({charging(w, "e")}),
 told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
 SELECT CAST(run_id AS text), {_OVER} FROM e"""
 
@@ -232,10 +249,21 @@ SELECT CAST(run_id AS text), {_OVER} FROM e"""
             ended = f"SELECT {_success(w, more=more)} FROM {w.batch(of_rows)} CROSS JOIN semel_active AS k"
             return _noting(w, written, f"({ended} ON k.rowid = in_row) AS e", sealed=sealed)
 
+        def charged(w: Dialect) -> str:
+            cost = "coalesce(in_cost, k.cost)" if more else "k.cost"
+            return charging(
+                w,
+                f"""(SELECT k.tenant, k.user_id, 'SUCCEEDED' AS status, {cost} AS cost,
+                       {_charged_at(more=more)} AS charged_us
+                     FROM {w.batch(of_rows)} CROSS JOIN semel_active AS k ON k.rowid = in_row) AS e""",
+            )
+
         of_rows = {"in_row": "bigint", **dict(islice(columns.items(), 2, None))}
         self._whole = Statement(whole, columns)
         self._note = Statement(partial(noted, sealed=True), of_rows)
         self._note_unsealed = Statement(partial(noted, sealed=False), of_rows)
+        self._charge = Statement(charged, of_rows)
+        self._more = more
 
     def rows(self, conn: Connection, context: StatementContext, batch: Sequence[Sequence[Any]]) -> Sequence[Any]:
         """Write them; returns the runs whose fence held."""
@@ -247,7 +275,7 @@ SELECT CAST(run_id AS text), {_OVER} FROM e"""
         """Find the rows of those whose fence holds, then name them by row: there is no other writer."""
         now = context.now
         outcomes = {row[:2]: row[2:] for row in batch}
-        [(found, status)] = _HELD.rows(conn, outcomes)
+        [(found, status, costs)] = _HELD.rows(conn, outcomes)
         held = msgspec.json.decode(found)
         if held:
             rows = [row[0] for row in held]
@@ -257,6 +285,8 @@ SELECT CAST(run_id AS text), {_OVER} FROM e"""
             else:  # rows that come back take longer than to write them
                 self._note_unsealed.count(conn, batch, now=now)
             _COUNT_SUCCESSES.count(conn, rows=rows, now=now)
+            if costs or self._more:
+                self._charge.count(conn, batch)
             _REMOVE_ROWS.count(conn, rows=rows)
             tell(conn, ((run_id, version) for _, run_id, _, version, *_ in held), context)
         return [(run_id, status, "succeeded", model, first, now) for _, run_id, _, _, model, first in held]
@@ -267,7 +297,7 @@ _HELD = Statement(
     lambda w: (
         f"""
 SELECT json_group_array(json_array(k.rowid, k.id, in_fence, k.version + 1, k.model, {FIRST_START})),
-  'SUCCEEDED' AS status
+  'SUCCEEDED' AS status, max(k.cost)
 FROM {w.batch(_HELD_COLUMNS)} CROSS JOIN semel_active AS k ON {FENCED}"""
     ),
     _HELD_COLUMNS,
@@ -327,7 +357,7 @@ def _ended(dialect: Dialect) -> str:
   CASE WHEN in_kind IN ('retry', 'fatal', 'lost') THEN in_why ELSE k.last_error END AS last_error,
   CASE WHEN in_kind IN ('retry', 'fatal', 'lost') THEN in_traceback ELSE k.traceback END AS traceback, k.data_ref,
   in_delay, k.model, {FIRST_START} AS first_us, {dialect.digits("r.payload_hash")} AS payload_hash,
-  k.user_id, k.queue, k.facet
+  k.user_id, k.queue, k.facet, r.created_us AS charged_us
 FROM held JOIN semel_active AS k ON {FENCED} JOIN semel_runs AS r ON r.id = k.id"""
 
 
@@ -336,7 +366,8 @@ def _again(now: str) -> str:
     return f"""UPDATE semel_active AS k
 SET since_us = {now}, due_us = {now} + e.in_delay, ready = (e.in_delay <= 0), lease_until_us = NULL,
     version = e.version, attempts = e.attempts, errors = e.errors, losts = e.losts, step = e.step, note = e.note,
-    cost = e.cost, last_error = e.last_error, traceback = e.traceback
+    cost = e.cost, charged_us = CASE WHEN e.cost <> 0 THEN e.charged_us END, last_error = e.last_error,
+    traceback = e.traceback
 FROM e WHERE k.id = e.run_id AND e.status = 'PENDING'"""
 
 
@@ -348,6 +379,7 @@ e AS MATERIALIZED ({_ended(dialect)} FOR UPDATE OF k),
 noted AS ({_noting(dialect, _ATTEMPT, "e")}),
 queued AS ({ENQUEUE}),
 counted AS ({counting("e")}),
+charged AS ({charging(dialect, "e")}),
 again AS ({_again(dialect.now)}),
 gone AS (DELETE FROM semel_active AS k USING e WHERE k.id = e.run_id AND e.status <> 'PENDING'),
 told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
@@ -364,6 +396,7 @@ def _with_ended(dialect: Dialect, then: str) -> str:
 _ENDED = Statement(lambda w: _with_ended(w, f"SELECT run_id, {_LOST}, version FROM e"), _END_COLUMNS)
 _NOTE = Statement(lambda w: _with_ended(w, _noting(w, _ATTEMPT, "e")), _END_COLUMNS)
 _COUNT = Statement(lambda w: _with_ended(w, counting("e")), _END_COLUMNS)
+_CHARGE = Statement(lambda w: _with_ended(w, charging(w, "e")), _END_COLUMNS)
 _WAIT_AGAIN = Statement(lambda w: _with_ended(w, _again(w.now)), _END_COLUMNS)
 
 
@@ -374,6 +407,7 @@ def _end(conn: Connection, batch: Sequence[Sequence[Any]], context: StatementCon
     rows = _ENDED.rows(conn, batch, now=now)
     enqueue(conn, _NOTE.rows(conn, batch, now=now))
     _COUNT.count(conn, batch, now=now)
+    _CHARGE.count(conn, batch, now=now)
     _WAIT_AGAIN.count(conn, batch, now=now)
     _remove(conn, [row[0] for row in rows if row[1] != "PENDING"])
     tell(conn, ((row[0], row[-1]) for row in rows), context)
@@ -544,6 +578,7 @@ WHERE {dialect.is_in("h.id", "ids", "uuid")} AND (h.lease_until_us IS NULL OR h.
 ORDER BY h.id {dialect.locking("h", skip=False)}"""
 
 
+_COST_OF_CANCELLED = "CASE WHEN began_us IS NULL THEN 0 ELSE cost END"
 _NEVER_LEASED = {name: name for name in _ATTEMPT.split(", ")} | {
     "run_id": "id",
     "ended_us": "at_us",
@@ -554,7 +589,7 @@ _NEVER_LEASED = {name: name for name in _ATTEMPT.split(", ")} | {
     "heartbeat_us": "coalesce(heartbeat_us, began_us)",
     "cancel_us": "at_us",
     "progress_us": "coalesce(progress_us, began_us)",
-    "cost": "CASE WHEN began_us IS NULL THEN 0 ELSE cost END",
+    "cost": _COST_OF_CANCELLED,
     "note": "CAST(:why AS text)",
     "cancel_note": "CAST(NULL AS text)",
 }
@@ -568,6 +603,13 @@ def _cancelled(dialect: Dialect) -> str:
 _COUNT_CANCELLED = counting(
     "(SELECT h.*, h.at_us AS ended_us, h.started_us AS first_us FROM held AS h WHERE h.status = 'CANCELLED') AS e"
 )
+
+
+def _charge_cancelled(dialect: Dialect) -> str:
+    columns = f"tenant, user_id, status, {_COST_OF_CANCELLED} AS cost, charged_us"
+    return charging(dialect, f"(SELECT {columns} FROM held AS h WHERE h.status = 'CANCELLED') AS e")
+
+
 _ASK = """UPDATE semel_active AS k
 SET cancel_us = held.at_us, note = CAST(:why AS text), step = 'cancel_requested', version = k.version + 1
 FROM held WHERE k.id = held.id AND held.status = 'RUNNING'"""
@@ -578,6 +620,7 @@ WITH held AS MATERIALIZED ({_cancellable(w)}),
 noted AS ({_cancelled(w)}),
 queued AS ({ENQUEUE}),
 counted AS ({_COUNT_CANCELLED}),
+charged AS ({_charge_cancelled(w)}),
 gone AS (DELETE FROM semel_active AS k USING held WHERE k.id = held.id AND held.status = 'CANCELLED'),
 asked AS ({_ASK}),
 told AS ({
@@ -593,6 +636,7 @@ SELECT CAST(id AS text), status FROM held"""
 _CANCELLABLE = Statement(lambda w: f"SELECT id, status, version + 1 FROM ({_cancellable(w)}) AS held")
 _NOTE_CANCELLED = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_cancelled(w)}")
 _NOTE_COUNT = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_COUNT_CANCELLED}")
+_NOTE_CHARGE = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_charge_cancelled(w)}")
 _ASK_RUNNING = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_ASK}")
 
 
@@ -604,7 +648,8 @@ def cancel(conn: Connection, ids: Sequence[str], why: str, context: StatementCon
         return {row[0]: row[1] for row in _CANCEL.rows(conn, publish=context.publish, **values)}
     rows = _CANCELLABLE.rows(conn, ids=values["ids"], now=values["now"])
     enqueue(conn, _NOTE_CANCELLED.rows(conn, **values))
-    _NOTE_COUNT.count(conn, ids=values["ids"], now=values["now"])
+    for note in (_NOTE_COUNT, _NOTE_CHARGE):
+        note.count(conn, ids=values["ids"], now=values["now"])
     _ASK_RUNNING.count(conn, **values)
     _remove(conn, [run_id for run_id, status, _ in rows if status == "CANCELLED"])
     tell(conn, ((run_id, version) for run_id, _, version in rows), context)
