@@ -14,6 +14,7 @@ from sqlalchemy import (
     BigInteger,
     Column,
     ColumnElement,
+    CompoundSelect,
     Connection,
     FromClause,
     Table,
@@ -318,15 +319,22 @@ _id_of = itemgetter("id")
 
 
 def _count_of_model(conn: Connection, wanted: Filter) -> int | None:
-    """How many runs of the model there are, in these statuses if there are none; None where that is not counted."""
+    """How many runs of the model there are: 0 if there are none in these statuses; None where that is not counted.
+
+    Those under way have no sums. They are counted only if few have ended, and only until they are not few.
+    """
     if wanted.model is None or wanted.queue == INTERNAL_QUEUE:
         return None
-    found = _counted(wanted.tenant)
+    found = _counted_ended(wanted.tenant).subquery()
     query = select(found.c.status, func.sum(found.c.count)).where(found.c.model == wanted.model)
     counts = {status: int(count) for status, count in conn.execute(query.group_by(found.c.status))}
-    if wanted.status is not None and not any(counts.get(each) for each in wanted.status):
+    ended = sum(counts.values())
+    if wanted.status is not None and TERMINAL.issuperset(wanted.status) and not any(map(counts.get, wanted.status)):
         return 0
-    return sum(counts.values())
+    if ended > _FEW:
+        return ended
+    under_way = select(literal(1)).where(active.c.tenant == wanted.tenant, active.c.model == wanted.model, _OF_USERS)
+    return ended + (conn.scalar(select(func.count()).select_from(under_way.limit(_FEW + 1).subquery())) or 0)
 
 
 def find(conn: Connection, wanted: Filter, before: str | None, limit: int) -> list[str] | None:
@@ -469,18 +477,24 @@ def logs(conn: Connection, run_id: str, after: tuple[int, int], limit: int) -> l
 
 def _counted(tenant: str) -> Any:
     """The runs of a tenant, counted: those that ended from the sums, those under way one by one."""
-    same = ("model", "status", "count", "spent_us")
-    facet = case((run_totals.c.facet == "", None), else_=func.substr(run_totals.c.facet, 2)).label("facet")
     status = case((active.c.lease_until_us.is_(None), "PENDING"), else_="RUNNING").label("status")
     none = literal(0, BigInteger)
-    parts = (
-        select(*(run_totals.c[name] for name in same), facet).where(run_totals.c.tenant == tenant),
-        select(*(run_counts.c[name] for name in same), run_counts.c.facet).where(run_counts.c.tenant == tenant),
+    under_way = (
         select(active.c.model, status, func.count().label("count"), none.label("spent_us"), active.c.facet)
         .where(active.c.tenant == tenant, _OF_USERS)
-        .group_by(active.c.model, status, active.c.facet),
+        .group_by(active.c.model, status, active.c.facet)
     )
-    return union_all(*parts).subquery()
+    return union_all(*_counted_ended(tenant).selects, under_way).subquery()
+
+
+def _counted_ended(tenant: str) -> CompoundSelect[Any]:
+    """The sums of a tenant's runs that have ended."""
+    same = ("model", "status", "count", "spent_us")
+    facet = case((run_totals.c.facet == "", None), else_=func.substr(run_totals.c.facet, 2)).label("facet")
+    return union_all(
+        select(*(run_totals.c[name] for name in same), facet).where(run_totals.c.tenant == tenant),
+        select(*(run_counts.c[name] for name in same), run_counts.c.facet).where(run_counts.c.tenant == tenant),
+    )
 
 
 def _count_of_user(tenant: str, user: str) -> Any:
