@@ -349,7 +349,7 @@ def test_nobody_writes_to_a_partition_whose_runs_are_being_added_up(ledger: Ledg
     refused = list[str]()
 
     def write(_conn: object, _cursor: object, statement: str, *_: object) -> None:
-        if "INSERT INTO semel_costs" in statement:
+        if "INSERT INTO semel_run_counts" in statement:
             for table in TABLES:
                 with pytest.raises(psycopg.errors.LockNotAvailable), ledger.client.transaction():
                     ledger.client.execute(f"LOCK TABLE ONLY {table}{name} IN ROW EXCLUSIVE MODE NOWAIT")  # type: ignore[call-overload]

@@ -172,11 +172,11 @@ class Sweeper(LeaderTask):
 
     async def _remove_expired(self) -> int:
         total, more = 0, True
+        await self._store.write(maintenance.add_up, self._store.statement_context)  # what is added may be old
         ends_at = time.monotonic() + CLEAN_UP_FOR
         while more and time.monotonic() < ends_at:
             removed, more = await self._store.write(maintenance.remove_expired, self._store.statement_context)
             total += removed
-        await self._store.write(maintenance.add_up, self._store.statement_context)
         return total
 
     async def _remove_old_runs(self) -> None:
