@@ -565,7 +565,9 @@ class Purge(OfRunningRun):
             assert not files
         eventually(lambda: self._purged(place), "the purge of a run that the dead process had locked")
         assert list((place.folder / "artifacts").rglob("result*")) == []
-        assert [row.cost for row in Ledger(place, place.name).mischarged] == [COST * MICRO], "the run has cost something"
+        assert [row.cost for row in Ledger(place, place.name).mischarged] == [COST * MICRO], (
+            "the run has cost something"
+        )
         with opened(place) as database:
             assert database.count("semel_removals") == 0
 
