@@ -529,7 +529,7 @@ def try_file(
                 print(f"  survived {len(tests)} tests, line {mutant.line}: {shown}", flush=True)
     for gone in sorted(known.keys() - changes.values()):
         if gone.startswith(f"{name}: "):
-            print(f"  judged, and not to be made any more: {gone}", flush=True)
+            print(f"  judged, but there is no such change any more: {gone}", flush=True)
     print(f"{path}: {result}\n", flush=True)
     return result
 
