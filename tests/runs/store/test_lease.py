@@ -106,6 +106,19 @@ def test_a_worker_holds_what_it_leased_until_it_ends(database: TestDatabase) -> 
     assert database.ask(lease.held_by, "worker-2") == {other.id: other.fence}
 
 
+@pytest.mark.parametrize("kind", DATABASES)
+def test_a_worker_gets_a_run_as_it_is_after_the_lease(databases: Databases, kind: str) -> None:
+    with databases.empty(kind) as database:
+        run = database.submit()
+        for number in (1, 2):
+            (leased,) = database.lease()
+            assert (leased.id, leased.fence, leased.attempts, leased.errors) == (run.id, number, number, number - 1)
+            seen = database.app.get(run.id)
+            assert (seen.fence, seen.attempts, seen.started_us) == (number, number, leased.started_us)
+            assert database.end(leased, "retry")
+            database.clock.advance(100)
+
+
 def test_a_heartbeat_and_a_look_learn_of_a_cancellation(database: TestDatabase) -> None:
     database.submit(), database.submit()
     stopped, going = take(database, 2)
