@@ -323,7 +323,18 @@ class Baseline:
     """What they import of others."""
 
     def tests_for(self, mutant: Mutant, most: float) -> list[str]:
-        """The tests that may notice the mutant, of ``most`` seconds together: its file's own, then the fastest.
+        """The tests that try the mutant, of ``most`` seconds together."""
+        chosen: list[str] = []
+        total = 0.0
+        for test in self.candidates(mutant):
+            total += self.seconds[test]
+            if total > most and chosen:
+                break
+            chosen.append(test)
+        return chosen
+
+    def candidates(self, mutant: Mutant) -> list[str]:
+        """The tests that may notice the mutant: its file's own, then the fastest.
 
         Those that execute its line; for what is evaluated when the module is loaded, those that use it; or else all.
         """
@@ -333,15 +344,8 @@ class Baseline:
                 break
         else:
             found = [test for test, hit in self.lines.items() if hit] or list(self.lines)
-        chosen: list[str] = []
-        total = 0.0
         own = own_tests(mutant.path)
-        for test in sorted(found, key=lambda test: (not test.startswith(own), self.seconds[test])):
-            total += self.seconds[test]
-            if total > most and chosen:
-                break
-            chosen.append(test)
-        return chosen
+        return sorted(found, key=lambda test: (not test.startswith(own), self.seconds[test]))
 
 
 def own_tests(path: Path) -> str:
@@ -526,7 +530,8 @@ def try_file(
                 result.known += 1
             else:
                 result.survivors.append(shown)
-                print(f"  survived {len(tests)} tests, line {mutant.line}: {shown}", flush=True)
+                count = f"{len(tests)} of {len(baseline.candidates(mutant))} tests"
+                print(f"  survived {count}, line {mutant.line}: {shown}", flush=True)
     for gone in sorted(known.keys() - changes.values()):
         if gone.startswith(f"{name}: "):
             print(f"  judged, but there is no such change any more: {gone}", flush=True)
