@@ -45,6 +45,9 @@ _KIT, _BAD_INPUT = "tests/conformance/test_stores.py", "tests/once/test_bad_inpu
 _TRANSACTIONS, _WAITING = "tests/db/test_transactions.py", "tests/once/test_waiting.py"
 _CLIENT, _PROCESSOR = "tests/once/test_client.py", "tests/acceptance/test_s4_processor.py"
 _SILENCE = "tests/db/test_deadlines.py::test_a_listener_whose_server_fell_silent_says_so_and_listens_anew"
+_AUDIT_LOG = "tests/acceptance/test_b27_audit_log.py"
+_SEALS = ["tests/runs/store/test_seals.py", "tests/runs/store/test_partitions.py",
+          "tests/acceptance/test_b11_history.py", "tests/service/api/test_proofs.py"]  # fmt: skip
 _MEMORY = [f"{_KIT}::TestMemory", "tests/once/test_engine.py", "tests/once/test_maintenance.py",
            "tests/once/stores/test_memory.py", _CLIENT, "-k", "not redis and not postgres"]  # fmt: skip
 TESTS = {
@@ -69,7 +72,17 @@ TESTS = {
     "http": ["tests/http", "-k", "not test_servers and not test_faults and not test_bad_input"],
     "http/protocol.py": ["tests/http/test_protocol.py", "tests/http/test_bad_input.py"],
     "runs/store": ["tests/runs/store", "tests/runs/test_listing.py", "tests/runs/worker/test_clock_steps.py",
-                   "tests/acceptance/test_b_runs.py", "-k", "not quota and not anywhere and not b12 and not b9"],
+                   "tests/acceptance/test_b_runs.py", "tests/acceptance/test_b28_pauses.py",
+                   "-k", "not quota and not anywhere and not b12 and not b9 and not rq and not command"],
+    "runs/store/audit_log.py": ["tests/runs/store/test_audit_log.py", _AUDIT_LOG],
+    "runs/store/digests.py": _SEALS,
+    "runs/store/key_actions.py": ["tests/runs/store/test_key_actions.py", _AUDIT_LOG, "tests/service/api/test_admin.py",
+                                  "tests/dashboard/test_keys.py", "-k", "key or commands"],
+    "runs/store/manifests.py": ["tests/acceptance/test_b10_manifest.py", "tests/acceptance/test_b26_rerun.py",
+                                "tests/service/api/test_manifests.py"],
+    "runs/store/pauses.py": ["tests/acceptance/test_b28_pauses.py", "tests/runs/store/test_lease.py", _AUDIT_LOG, "-k",
+                             "pause and not rq"],
+    "runs/store/seals.py": _SEALS,
     "runs/store/submit.py": ["tests/runs/store/test_submit.py", "tests/runs/store/test_quotas.py",
                              "tests/runs/store/test_quota_slots.py", "tests/runs/store/test_quota_locks.py",
                              "tests/runs/test_dedupe.py",
@@ -310,7 +323,18 @@ class Baseline:
     """What they import of others."""
 
     def tests_for(self, mutant: Mutant, most: float) -> list[str]:
-        """The tests that may notice the mutant, of ``most`` seconds together: its file's own, then the fastest.
+        """The tests that try the mutant, of ``most`` seconds together."""
+        chosen: list[str] = []
+        total = 0.0
+        for test in self.candidates(mutant):
+            total += self.seconds[test]
+            if total > most and chosen:
+                break
+            chosen.append(test)
+        return chosen
+
+    def candidates(self, mutant: Mutant) -> list[str]:
+        """The tests that may notice the mutant: its file's own, then the fastest.
 
         Those that execute its line; for what is evaluated when the module is loaded, those that use it; or else all.
         """
@@ -320,15 +344,8 @@ class Baseline:
                 break
         else:
             found = [test for test, hit in self.lines.items() if hit] or list(self.lines)
-        chosen: list[str] = []
-        total = 0.0
         own = own_tests(mutant.path)
-        for test in sorted(found, key=lambda test: (not test.startswith(own), self.seconds[test])):
-            total += self.seconds[test]
-            if total > most and chosen:
-                break
-            chosen.append(test)
-        return chosen
+        return sorted(found, key=lambda test: (not test.startswith(own), self.seconds[test]))
 
 
 def own_tests(path: Path) -> str:
@@ -497,22 +514,27 @@ def try_file(
     """Try mutants of a file until the time is over."""
     mutants = mutants_of(path)
     rng.shuffle(mutants)
-    ends = time.monotonic() + options.minutes * 60
     print(f"{path}: {len(mutants)} mutants, {len(baseline.lines)} tests", flush=True)
     result, known, source = Result(), judged(), (ROOT / path).read_bytes()
+    name = path.relative_to(SOURCE).as_posix()
+    changes = {mutant: f"{name}: {mutant.shown(source)}" for mutant in mutants}
     with sandbox.server(baseline, path) as server:
-        for mutant in mutants:
+        ends = time.monotonic() + options.minutes * 60
+        for mutant, shown in changes.items():
             if time.monotonic() > ends:
                 break
             tests = baseline.tests_for(mutant, options.seconds)
-            shown = f"{path.relative_to(SOURCE)}: {mutant.shown(source)}"
             if not sandbox.survives(server, mutant, tests, options.seconds * 4 + 30):
                 result.killed += 1
             elif shown in known:
                 result.known += 1
             else:
                 result.survivors.append(shown)
-                print(f"  survived {len(tests)} tests, line {mutant.line}: {shown}", flush=True)
+                count = f"{len(tests)} of {len(baseline.candidates(mutant))} tests"
+                print(f"  survived {count}, line {mutant.line}: {shown}", flush=True)
+    for gone in sorted(known.keys() - changes.values()):
+        if gone.startswith(f"{name}: "):
+            print(f"  judged, but there is no such change any more: {gone}", flush=True)
     print(f"{path}: {result}\n", flush=True)
     return result
 
@@ -546,7 +568,7 @@ def main(arguments: list[str]) -> int:
     print(f"seed {options.seed}", flush=True)
     rng = random.Random(options.seed)  # noqa: S311 -- a seed that can be given again, not a secret
     with ExitStack() as stack:
-        keep_files_in_memory(stack.callback)
+        keep_files_in_memory()
         sandbox = Sandbox(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="semel-mutants-"))))
         if "SEMEL_TEST_POSTGRES_URL" not in os.environ:  # one server for all: to start one takes longer than most tests
             os.environ["SEMEL_TEST_POSTGRES_URL"] = stack.enter_context(servers.postgres()).database()
@@ -577,11 +599,27 @@ class _Recorder:
     def __init__(self, files: str, report: str) -> None:
         self._hit: dict[str, set[int]] = {file: set() for file in files.split(os.pathsep)}
         self._report = report
+        self._rendered: set[Any] = set()
         self.told: dict[str, Any] = {"seconds": {}, "lines": {}, "failed": []}
 
     def start(self) -> None:
+        self._note_statements()
         threading.settrace(self._on_call)
         sys.settrace(self._on_call)
+
+    def _note_statements(self) -> None:
+        """Note which statements are rendered, so that each test renders its own: else the first one would be the only
+        test that executes the functions that word them.
+        """
+        from semel.db.dialect import Statement
+
+        text = Statement.text
+
+        def noted(statement: Any, conn: Any) -> Any:
+            self._rendered.add(statement)
+            return text(statement, conn)
+
+        Statement.text = noted  # type: ignore[method-assign]
 
     def _on_call(self, frame: FrameType, event: str, argument: object) -> Any:  # as settrace calls it
         if frame.f_code.co_filename not in self._hit:
@@ -601,6 +639,8 @@ class _Recorder:
             self.told["lines"][report.nodeid] = {file: sorted(hit) for file, hit in self._hit.items() if hit}
             for hit in self._hit.values():
                 hit.clear()
+            for statement in list(self._rendered):  # other threads render, too
+                statement._texts.clear()
 
     def pytest_sessionfinish(self) -> None:
         sys.settrace(None)

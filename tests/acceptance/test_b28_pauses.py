@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
 from redis import Redis
 
@@ -61,6 +62,34 @@ def test_b28_a_paused_model_lets_the_others_of_its_queue_pass(database: TestData
     assert reason(database, held.id) == "the model 'train' is paused (by alice)"
     database.app.resume(model="train")
     assert [run.id for run in database.do(lease.lease, wanted)] == [held.id]
+
+
+def test_b28_a_paused_queue_lets_the_others_pass(database: TestDatabase) -> None:
+    held, passing = database.submit(queue="gpu"), database.submit()
+    database.app.pause(queue="gpu")
+    database.app.pause(model="default")  # as the other queue is named
+    wanted = LeaseRequest("worker-1", ("gpu", "default"), ["train"], 10)
+    assert [run.id for run in database.do(lease.lease, wanted)] == [passing.id]
+    assert database.do(lease.lease_these, "worker-1", [held.id]) == []
+    assert database.app.resume(queue="gpu")
+    assert [run.id for run in database.do(lease.lease_these, "worker-1", [held.id])] == [held.id]
+
+
+def test_b28_of_a_paused_model_in_a_paused_queue_the_queue_is_named(database: TestDatabase) -> None:
+    run = database.submit()
+    database.app.pause(model="train", by=Actor(user="bob"))
+    database.app.pause(queue="default", by=Actor(user="alice"))
+    assert reason(database, run.id) == "the queue 'default' is paused (by alice)"
+    assert database.app.resume(queue="default")
+    assert reason(database, run.id) == "the model 'train' is paused (by bob)"
+
+
+def test_b28_workers_are_notified_of_what_is_resumed(databases: Databases) -> None:
+    with databases.empty("postgres") as database, psycopg.connect(database.url, autocommit=True) as worker:
+        database.app.pause(queue="default")
+        worker.execute(f"LISTEN {transitions.CHANNEL}")
+        assert database.app.resume(queue="default")
+        assert len(list(worker.notifies(timeout=60, stop_after=1))) == 1
 
 
 def test_b28_a_retry_and_a_lost_run_of_a_paused_queue_wait_too(database: TestDatabase) -> None:

@@ -206,6 +206,7 @@ def test_the_app_reads_the_body_and_then_hears_of_the_client(size: int, monkeypa
         while more:
             message = await receive()
             assert message["type"] == "http.request"
+            assert len(message["body"]) <= http_body.CHUNK, "a large body is never in memory whole"
             read, more = read + message["body"], message["more_body"]
         assert read == content
         await send(START)

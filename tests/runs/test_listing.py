@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from semel import App, IllegalTransition, InvalidRequest, RunNotFound
+from semel._concurrency.sync import run_sync
 from semel.runs.store import queries
+from semel.runs.store.queries import Filter
 from semel.runs.types import Run
 from semel.testing import FakeClock
 
@@ -96,6 +98,14 @@ def test_a_list_is_the_same_whichever_way_its_runs_are_found(
             and run.tenant == tenant
             and run.status in (status or run.status)
         ]
+
+
+def test_where_a_search_follows_a_first_look_no_run_is_found_twice(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "_FIRST_LOOK", 2)
+    monkeypatch.setattr(queries, "_FEW", 0)
+    made = [app.submit("work", {"number": number}) for number in range(5)]
+    found = run_sync(app._engine.store.read(queries.find, Filter(model="work"), None, 10))
+    assert found == ids(made[::-1])
 
 
 @pytest.mark.parametrize("real", [True, False])

@@ -2,6 +2,9 @@
 
 import ast
 import importlib.util
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -97,3 +100,23 @@ def admit(number):
     mutator.visit(ast.parse(source))
     uses = {each.line: sorted(each.uses) for each in mutator.found}
     assert uses == {2: [7], 4: [3, 4, 7], 5: [7], 7: [6, 7]}
+
+
+def test_every_file_of_tests_that_is_named_is_there(mutants: ModuleType) -> None:
+    named = {each.removeprefix("--ignore=").partition("::")[0] for tests in mutants.TESTS.values() for each in tests}
+    assert not [each for each in sorted(named) if each.startswith("tests/") and not (mutants.ROOT / each).exists()]
+    assert all((mutants.ROOT / mutants.SOURCE / path).exists() for path in mutants.TESTS)
+
+
+def test_a_change_is_tried_in_a_copy_of_the_checkout(tmp_path: Path) -> None:
+    """Nothing else executes all of it. It needs no server: these tests have none."""
+    done = subprocess.run(
+        [sys.executable, FILE, "http/refusals.py", "--tests=tests/http/test_refusals.py", "--minutes=0.01"],
+        env={**os.environ, "PYTHONPATH": str(FILE.parents[1] / "tests"), "SEMEL_TEST_POSTGRES_URL": "none"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert re.search(r"^in all: [1-9]\d* tried", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    assert "left out" not in done.stdout

@@ -9,7 +9,7 @@ from semel.runs.store import lease, queries, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest, LogLineRow, PendingRun
 from semel.runs.types import INTERNAL_QUEUE
 from semel.runs.worker import fetcher
-from support.databases import Databases, TestDatabase, held
+from support.databases import DATABASES, Databases, TestDatabase, held
 
 MOMENT = 0.000001
 
@@ -106,6 +106,19 @@ def test_a_worker_holds_what_it_leased_until_it_ends(database: TestDatabase) -> 
     assert database.ask(lease.held_by, "worker-2") == {other.id: other.fence}
 
 
+@pytest.mark.parametrize("kind", DATABASES)
+def test_a_worker_gets_a_run_as_it_is_after_the_lease(databases: Databases, kind: str) -> None:
+    with databases.empty(kind) as database:
+        run = database.submit()
+        for number in (1, 2):
+            (leased,) = database.lease()
+            assert (leased.id, leased.fence, leased.attempts, leased.errors) == (run.id, number, number, number - 1)
+            seen = database.app.get(run.id)
+            assert (seen.fence, seen.attempts, seen.started_us) == (number, number, leased.started_us)
+            assert database.end(leased, "retry")
+            database.clock.advance(100)
+
+
 def test_a_heartbeat_and_a_look_learn_of_a_cancellation(database: TestDatabase) -> None:
     database.submit(), database.submit()
     stopped, going = take(database, 2)
@@ -170,6 +183,36 @@ def test_a_clock_that_is_put_back_restarts_only_the_waits_that_began_later(datab
     assert database.app.get(ready.id).due_us == ready.due_us
 
 
+def test_a_wait_that_began_anew_is_over_when_the_clock_says_so(database: TestDatabase) -> None:
+    database.submit(delay=60)
+    database.clock.advance(-3600)
+    assert wake(database) == (0, 60.0), "and not in an hour"
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_a_worker_is_told_whether_it_can_lease_a_run(databases: Databases, kind: str) -> None:
+    with databases.empty(kind) as database:
+
+        def waits(*models: str, queue: str = "default") -> bool:
+            waiting: bool = database.do(lease.wake, queues=[queue], models=list(models))[0]
+            return waiting
+
+        database.submit(delay=60)
+        assert not waits("train"), "it is not due"
+        database.submit()
+        assert waits("train")
+        assert waits("other", "train")
+        assert not waits("other")
+        assert not waits("train", queue="other")
+        for paused in ({"queue": "default"}, {"model": "train"}):
+            database.app.pause(**paused)
+            assert not waits("train"), paused
+            assert database.app.resume(**paused)
+        assert waits("train")
+        assert len(take(database, 2)) == 1
+        assert not waits("train"), "it is leased"
+
+
 def test_a_run_that_waits_for_its_data_does_so_after_the_clock_was_put_back(database: TestDatabase) -> None:
     run = held(database)
     database.clock.advance(-3600)
@@ -220,3 +263,15 @@ def test_the_services_own_work_is_not_announced(database: TestDatabase) -> None:
     database.clock.advance(3600)
     assert announced(database) == []
     assert [each.status for each in database.app.runs(queue=INTERNAL_QUEUE).runs] == ["PENDING"]
+
+
+def test_what_is_paused_is_announced_when_it_is_resumed(database: TestDatabase) -> None:
+    first, second = database.submit(), database.submit(queue="gpu")
+    database.clock.advance(3600)
+    database.app.pause(queue="gpu")
+    assert announced(database) == [first.id]
+    database.app.pause(model="train")
+    database.app.resume(queue="gpu")
+    assert announced(database) == []
+    database.app.resume(model="train")
+    assert announced(database) == [first.id, second.id]

@@ -10,7 +10,7 @@ from semel._concurrency.sync import run_sync
 from semel.runs.store import outbox
 from semel.runs.store.outbox import OutboxEvent
 from semel.service.webhooks import subscriptions
-from support.databases import Databases, TestDatabase, behind
+from support.databases import DATABASES, Databases, TestDatabase, behind
 from support.runs_harness import RunsHarness
 
 
@@ -111,6 +111,22 @@ def test_only_the_events_that_were_marked_are_sent(database: TestDatabase) -> No
     run_sync(database.store.write(outbox.sent, [events[0], events[4]]))
     assert database.ask(outbox.unsent) == [events[1], events[2], events[3], events[5]]
     assert database.ask(outbox.unsent, 1) == [events[1]]
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+@pytest.mark.parametrize("sent_first", [True, False])
+def test_an_event_is_kept_until_it_is_published_and_sent(databases: Databases, kind: str, sent_first: bool) -> None:
+    with databases.empty(kind) as database:
+        database.app = database.open_app(publish=lambda event: None)
+        subscribe(database, "RunCreated")
+        database.submit()
+        events = database.ask(outbox.unpublished)
+        assert steps(events) == ["created"]
+        run_sync(database.store.write(outbox.sent if sent_first else outbox.published, events))
+        assert database.ask(outbox.unpublished) == (events if sent_first else [])
+        assert database.count("semel_outbox", "unsent") == (0 if sent_first else 1)
+        run_sync(database.store.write(outbox.published if sent_first else outbox.sent, events))
+        assert database.count("semel_outbox") == 0
 
 
 def test_a_turn_publishes_a_hundred_events_and_sends_twice_as_many(database: TestDatabase) -> None:

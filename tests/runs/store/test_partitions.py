@@ -1,6 +1,7 @@
 """Runs of a time are in one partition, which the sweeper makes ahead and drops whole when all its runs may go."""
 
 import asyncio
+import json
 import logging
 import re
 import time
@@ -15,10 +16,11 @@ import pytest
 from sqlalchemy import Engine, event
 from sqlalchemy.engine import make_url
 
-from semel import App, Run
+from semel import App, Run, audit
 from semel._concurrency.sync import run_sync
+from semel.cli._database import engine_of
 from semel.runs.execution.input_data import ref_of
-from semel.runs.store import partitions, submit
+from semel.runs.store import partitions, seals, submit
 from semel.runs.store.partitions import Partition
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import INTERNAL_QUEUE, MICRO, id_at, new_id
@@ -289,6 +291,24 @@ def test_a_partition_whose_runs_are_all_old_is_dropped_and_what_must_stay_stays(
     assert not [path for path in (ledger.folder / "artifacts").rglob("*") if path.is_file()]
 
 
+def test_of_a_sealed_history_it_is_noted_which_runs_a_dropped_partition_had(ledger: Ledger) -> None:
+    ledger.timeless.begin_sealing()
+    store = ledger.timeless._engine.store
+    name = ledger.begin().name
+    runs = sorted(ledger.ended().id for _ in range(3))
+    assert run_sync(store.write(seals.seal, None, store.statement_context)) is not None
+    ledger.clock.advance(DAY + 3 * HOUR)
+    assert ledger.drop(name) == 3
+    columns = "rule, count, CAST(first_id AS text), CAST(last_id AS text), ids"
+    noted = ledger.sql(f"SELECT {columns} FROM semel_purges")
+    assert noted == [("purge: ended more than 86400 s ago", 3, runs[0], runs[-1], None)]
+    engine = engine_of(ledger.url)
+    with closing(engine.connect()) as conn:
+        lines = [json.dumps(line) for line in seals.export(conn)]
+    engine.dispose()
+    assert audit.verify(lines).purged == 3
+
+
 def test_runs_in_a_partition_wait_for_the_last_of_them_and_no_longer_than_its_time(ledger: Ledger) -> None:
     ledger.begin()
     ledger.ended()
@@ -322,6 +342,19 @@ def test_one_run_that_must_stay_keeps_its_partition(ledger: Ledger, what: str) -
     ledger.sweep(retention=RETENTION)
     assert {run.id for run in ledger.timeless.runs().runs} == {kept.id}
     assert ledger.sql(MISCOUNTED) == []
+
+
+def test_what_must_stay_in_another_partition_keeps_none(ledger: Ledger) -> None:
+    ledger.begin()
+    assert ledger.make(ledger.began - 20 * DAY, ledger.began - 19 * DAY)
+    old, new = ledger.names
+    kept = ledger.ended(idempotency_key="k", key_ttl=30 * DAY)
+    for statement in EVENTS.values():
+        ledger.sql(statement, id=kept.id, now=ledger.clock.us)
+    ledger.timeless.submit("add", {"a": 2})
+    ledger.sweep(retention=RETENTION)
+    assert old not in ledger.names
+    assert new in ledger.names
 
 
 def test_a_drop_waits_for_nobody_and_nobody_waits_for_it(ledger: Ledger, caplog: pytest.LogCaptureFixture) -> None:

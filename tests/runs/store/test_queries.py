@@ -9,11 +9,12 @@ from sqlalchemy import Connection, event
 
 from semel import InvalidRequest, Run
 from semel._concurrency.sync import run_sync
+from semel.runs import submission
 from semel.runs.store import lease, maintenance, partial_ids, queries, transitions
 from semel.runs.store.lease import LeaseRenewal, LogLineRow
 from semel.runs.store.queries import Backlog, Filter, RunVersion
 from semel.runs.submission import SubmitOptions
-from semel.runs.types import INTERNAL_QUEUE, EndKind, Waiting
+from semel.runs.types import INTERNAL_QUEUE, EndKind, Waiting, new_id
 from support.databases import DATABASES, MISCOUNTED, Databases, TestDatabase, held
 
 MOMENT = 0.000001
@@ -129,6 +130,20 @@ def test_runs_are_found_by_the_beginning_or_end_of_their_ids(
 
 
 @pytest.mark.parametrize("kind", DATABASES)
+def test_each_run_whose_id_has_the_digits_is_on_one_page(
+    databases: Databases, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "new_id", lambda: f"{new_id()[:-6]}abcdef")
+    with databases.empty(kind) as database:
+        made = [database.submit().id for _ in range(5)][::-1]
+        for part in (made[0][:6], "abcdef"):
+            for limit in (1, 2, 4, 5, 6):
+                assert _found(database, id_part=part, limit=limit) == made
+        for limit, more in ((4, True), (5, False), (6, False)):
+            assert (database.app.runs(id_part=made[0][:6], limit=limit).next is not None) == more
+
+
+@pytest.mark.parametrize("kind", DATABASES)
 def test_a_search_for_an_id_does_not_tell_whether_others_have_it(
     databases: Databases, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +251,7 @@ def test_a_summary_counts_each_status_and_means_the_seconds_of_those_that_succee
     assert (even.group, even.counts, even.mean_seconds) == ("0", {"SUCCEEDED": 1, "FAILED": 1, "RUNNING": 1}, 10)
     assert (odd.group, odd.counts, odd.mean_seconds) == ("1", {"SUCCEEDED": 1, "RUNNING": 1}, 20)
     assert [each.counts for each in database.app.summary(user=2)] == [{"RUNNING": 1}]
+    assert [each.mean_seconds for each in database.app.summary(user=1)] == [15]
     assert [each.model for each in database.app.summary(tenant="acme")] == ["train"]
 
 

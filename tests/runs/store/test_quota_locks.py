@@ -10,7 +10,10 @@ import pytest
 
 from semel import Quota
 from semel.errors import CostLimitExceeded, QuotaExceeded
-from support.databases import Databases, TestDatabase
+from semel.runs.store import quotas
+from semel.runs.store.quotas import Reserve
+from semel.runs.types import MICRO, new_id
+from support.databases import Databases, TestDatabase, behind
 from support.gates import meet_at_gate
 
 Ask: TypeAlias = Callable[[TestDatabase], Callable[[], bool]]
@@ -63,6 +66,20 @@ def test_what_a_quota_leaves_is_given_once(database: TestDatabase, quota: Quota)
     granted = meet_at_gate(database.url, *(submit(database, cost=1) for _ in range(2)))
     assert sorted(granted) == [False, True]
     assert database.count("semel_runs") == 1
+
+
+def test_an_expired_reservation_is_not_consumed_if_its_slot_is_being_given_away(database: TestDatabase) -> None:
+    late = database.reserve(limit=1, ttl=1)
+    database.clock.advance(2)
+    context = database.store.statement_context
+    wanted = Reserve(id=new_id(), tenant="", user="42", max_concurrent=1, ttl_us=60 * MICRO)
+    granted: list[str | None] = []
+    consumed = behind(
+        database,
+        lambda conn: granted.extend(quotas.reserve(conn, [wanted], context)),
+        lambda conn: quotas.consume_after(conn, late, ("", "42"), None, context),
+    )
+    assert (granted, consumed) == ([wanted.id], False)
 
 
 def test_users_do_not_wait_for_each_other(database: TestDatabase) -> None:

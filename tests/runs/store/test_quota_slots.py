@@ -82,6 +82,27 @@ ENDS = {
 }
 
 
+def test_a_reservation_is_bound_to_a_run_without_a_key_where_there_is_no_quota(database: TestDatabase) -> None:
+    reservation = database.reserve(limit=1)
+    run = database.submit(reservation=reservation, dedupe=False)
+    assert (database.concurrent(), database.app.usage(42).reserved) == (1, 0)
+    with pytest.raises(ReservationLost, match="used for another job"):
+        database.submit(reservation=reservation, dedupe=False)
+    assert [each.id for each in database.app.runs().runs] == [run.id]
+
+
+def test_an_expired_reservation_is_not_consumed_for_a_job_that_is_over_if_another_has_its_slot(
+    database: TestDatabase,
+) -> None:
+    late, over = database.reserve(limit=1, ttl=1), database.submit()
+    database.finish(over)
+    database.clock.advance(2)
+    other = database.submit()
+    assert database.jobs.consume_reservation(late, job_id=over.id) is False
+    database.finish(other)
+    assert database.jobs.consume_reservation(late, job_id=over.id) is True
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_b4_a_slot_comes_back_once_however_its_run_ends(database: TestDatabase, end: str) -> None:
     database.app.set_quota(42, Quota(max_concurrent=1))

@@ -156,6 +156,16 @@ def test_b3_a_run_is_not_submitted_under_a_key_that_other_work_has(both: tuple[T
     assert not database.submit(43, idempotency_key="key").replayed, "another user has another scope"
 
 
+def test_b3_a_job_is_not_stored_under_a_key_that_other_work_has(both: tuple[TestDatabase, Once]) -> None:
+    database, once = both
+    claim = once.claim("key", scope="runs:42", lease=60)
+    assert isinstance(claim, Granted)
+    with pytest.raises(InProgress, match="'key' is held by other work"):
+        database.jobs.store_idempotency_key("key", "job-1", 42)
+    once.release(claim.claim)
+    assert database.jobs.store_idempotency_key("key", "job-1", 42) == "job-1"
+
+
 def test_b3_a_key_that_once_gave_up_names_the_next_run(both: tuple[TestDatabase, Once]) -> None:
     database, once = both
     claim = once.claim("key", scope="runs:42", lease=60)

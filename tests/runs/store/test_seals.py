@@ -191,6 +191,23 @@ def test_a_history_that_nobody_touched_verifies(database: TestDatabase) -> None:
     assert found == Verified(3, 9, 7, 0, 0, 3, head.digest)
 
 
+def test_every_attempt_follows_the_one_before_it(database: TestDatabase) -> None:
+    run, cancelled = database.submit(priority=1), database.submit()
+    for each in database.lease(2):
+        assert database.end(each, "retry", reason="not yet")
+    database.app.cancel(cancelled.id)
+    for kind in ("retry", "succeeded"):
+        (leased,) = database.lease()
+        assert database.end(leased, kind)
+    assert seal(database) is not None
+    with behind_its_back(database) as conn:
+        assert verify(conn).rows == 2 * (3 + 2)
+        digests = select(attempts.c.digest).where(attempts.c.run_id == run.id).order_by(attempts.c.version)
+        first, second, _ = conn.scalars(digests)
+        previous = [line.get("previous") for line in sealing.prove(conn, run.id)[1:]]
+    assert previous == [None, first, second]
+
+
 @pytest.mark.parametrize("table", [*TABLES, seal_leaves], ids=lambda table: table.name)
 def test_a_changed_field_of_every_column_is_noticed(database: TestDatabase, table: Table) -> None:
     history(database)

@@ -657,14 +657,10 @@ def cancel(conn: Connection, ids: Sequence[str], why: str, context: StatementCon
 
 
 @hot
-def cancel_by_hand(
-    conn: Connection, ids: Sequence[str], why: str, tenant: str, context: StatementContext
-) -> dict[str, Status]:
+def cancel_by_hand(conn: Connection, ids: Sequence[str], why: str, tenant: str, context: StatementContext) -> None:
     """As :func:`cancel`, for runs of one tenant that a person cancels, and logged: each that it changed."""
     with transaction(conn):
-        changed = cancel(conn, ids, why, context)
-        record_cancelled(conn, changed, why, tenant, context)
-        return changed
+        record_cancelled(conn, cancel(conn, ids, why, context), why, tenant, context)
 
 
 def record_cancelled(
