@@ -118,17 +118,25 @@ def _of_text(value: str) -> bytes:
     return _header(17, len(encoded)) + encoded
 
 
-def _of_hex(value: str) -> bytes:
+def hex_bytes(value: str) -> bytes:
+    """The bytes of these digits. Only lower-case ones, without spaces: the same bytes are always the same text."""
     decoded = bytes.fromhex(value)
+    if decoded.hex() != value:
+        raise ValueError(f"{value[:80]!r} is not in lower-case hexadecimal digits")
+    return decoded
+
+
+def _of_hex(value: str) -> bytes:
+    decoded = hex_bytes(value)
     return _header(17, len(decoded)) + decoded
 
 
-_UUID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+_is_id = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}").fullmatch
 
 
 def id_bytes(value: str) -> bytes:
     """The 16 bytes of an id."""
-    if not _UUID.fullmatch(value):
+    if not _is_id(value):
         raise ValueError(f"{value!r} is not an id")
     return bytes.fromhex(value.replace("-", ""))
 
@@ -193,7 +201,7 @@ FORMS = {
 ZEROS = bytes(32)
 """Before the first digest of a chain, and for a row that is not there."""
 KEY_SIZE, LEAF_SIZE = 20, 52
-"""The bytes of a leaf's key (an id and a version), and of a key with the hash of its leaf."""
+"""The bytes of a leaf's key (an id and a version), and of a key with the hash of what the leaf covers."""
 
 
 def chained(previous: bytes, encoded: bytes) -> bytes:
@@ -206,9 +214,14 @@ def key_of(row_id: str, version: int) -> bytes:
     return id_bytes(row_id) + version.to_bytes(4)
 
 
-def leaf_hash(key: bytes, submitted: bytes, digest: bytes) -> bytes:
-    """The hash of a leaf: of what was submitted, and of the attempt with all attempts before it."""
-    return sha256(b"\0" + key + submitted + digest).digest()
+def content_hash(submitted: bytes, digest: bytes) -> bytes:
+    """The hash of what a leaf covers: what was submitted, and the attempt with all attempts before it."""
+    return sha256(submitted + digest).digest()
+
+
+def leaf_hash(key: bytes, content: bytes) -> bytes:
+    """The hash of a leaf. Its key is part of it, so that it also names its run when that was purged."""
+    return sha256(b"\0" + key + content).digest()
 
 
 def _node(left: bytes, right: bytes) -> bytes:
@@ -283,12 +296,18 @@ class Verified(NamedTuple):
     """Attempts that ended before the chain began."""
     signed: int
     head: str | None
+    run: str | None = None
+    """The run that a proof is of."""
 
     def __str__(self) -> str:
         return (
-            f"verified: {self.rows} rows in {self.seals} seals ({self.signed} signed), {self.purged} attempts purged, "
-            f"{self.unsealed} not yet sealed, {self.unchained} older than the chain\nhead: {self.head or 'none'}"
+            f"verified: {self._of_run()}{self.rows} rows in {self.seals} seals ({self.signed} signed), "
+            f"{self.purged} attempts purged, {self.unsealed} not yet sealed, {self.unchained} older than the chain\n"
+            f"head: {self.head or 'none'}"
         )
+
+    def _of_run(self) -> str:
+        return "" if self.run is None else f"run {self.run}, "
 
 
 GRACE_US = 86400 * 1_000_000
@@ -301,11 +320,11 @@ _ALLOWED = {name: fields | _MORE.get(name, set()) for name, fields in _FIELDS.it
 class Verifier:
     """Takes the lines of an export, one by one, in their order."""
 
-    def __init__(self, *, head: str | None = None, keys: Sequence[bytes] = ()) -> None:
-        self._wanted, self._keys = head, list(keys)
+    def __init__(self, *, head: str | None = None, keys: Sequence[bytes] = (), signed_from: int = 1) -> None:
+        self._wanted, self._keys, self._signed_from = head, list(keys), signed_from
         self._signatures = Signatures()
         self._seal: dict[str, Any] | None = None
-        self._leaves: list[bytes] = []
+        self._leaves: list[bytes] | None = None
         self._last_key = b""
         self._missing: dict[bytes, str] = {}
         self._ranges: list[tuple[bytes, bytes]] = []
@@ -329,6 +348,8 @@ class Verifier:
             self._take_unchained(*line["unchained"])
         elif "stray" in line:
             raise NotAsSealed(f"{line['stray']}: the row was inserted: no seal has it, and none is due")
+        elif "broken" in line:
+            raise NotAsSealed(str(line["broken"]))
         elif "end" in line:
             self._take_end(line["end"])
         else:
@@ -345,33 +366,32 @@ class Verifier:
         if seal.get("previous") != previous:
             raise NotAsSealed(f"{where}: it does not follow the seal before it, which is forged or was replaced")
         check_seal(seal)
-        self._check_signature(seal, before)
+        self._check_signature(seal)
         if self._first_us is None:
             self._first_us = seal["at_us"]
         self._head_found = self._head_found or seal["digest"] == self._wanted
         self.seals += 1
         self._seal, self._leaves, self._last_key = seal, [], b""
 
-    def _check_signature(self, seal: dict[str, Any], before: dict[str, Any] | None) -> None:
+    def _check_signature(self, seal: dict[str, Any]) -> None:
         if seal.get("public_key") is not None:
             self.signed += self._signatures.check(seal, self._keys)
-        elif before is not None and before.get("public_key") is not None and self._keys:
-            raise NotAsSealed(f"seal {seal['number']} is not signed, though the seals before it are")
+        elif self._keys and seal["number"] >= self._signed_from:
+            raise NotAsSealed(f"seal {seal['number']} is not signed")
 
     def _take_leaf(self, line: Mapping[str, Any]) -> None:
-        if self._seal is None:
-            raise CannotVerify("a leaf stands before the first seal")
-        key, listed = bytes.fromhex(line["key"]), bytes.fromhex(line["hash"])
+        if self._seal is None or self._leaves is None:
+            raise NotAsSealed(f"leaf {line['key']}: it stands outside of a seal")
+        key, content = hex_bytes(line["key"]), hex_bytes(line["content"])
         where = f"{_name(key)}, in seal {self._seal['number']}"
         if key <= self._last_key:
             raise NotAsSealed(f"{where}: its leaves are out of order, or doubled")
         self._last_key = key
-        self._leaves.append(listed)
+        self._leaves.append(leaf_hash(key, content))
         if not ("run" in line or "attempt" in line or "purge" in line):
             self._missing[key] = where
             return
-        computed = leaf_of(line, key, where)
-        if computed != listed:
+        if content_hash(*digests_of(line, key, where)) != content:
             raise NotAsSealed(f"{where}: what was submitted differs from what was sealed, or its leaf was replaced")
         if "purge" in line:
             self._take_purge(line["purge"])
@@ -388,7 +408,7 @@ class Verifier:
     def _take_open(self, line: Mapping[str, Any]) -> None:
         """An attempt or a purge that no seal covers: the queue has its digest."""
         self._close_seal()
-        key = bytes.fromhex(line["open"])
+        key = hex_bytes(line["open"])
         where = f"{_name(key)}, not yet sealed"
         self.unsealed += 1
         if not ("run" in line or "attempt" in line or "purge" in line):
@@ -413,9 +433,9 @@ class Verifier:
     def _close_seal(self) -> None:
         """Check the tree of the last seal, when all its leaves were taken."""
         seal, leaves = self._seal, self._leaves
-        if seal is None or self._last_key == b"closed":
+        if seal is None or leaves is None:
             return
-        self._last_key = b"closed"
+        self._leaves = None
         if len(leaves) != seal["count"]:
             raise NotAsSealed(f"seal {seal['number']}: it has {len(leaves)} leaves instead of {seal['count']}")
         if root_of(leaves).hex() != seal["root"]:
@@ -431,8 +451,8 @@ class Verifier:
             raise NotAsSealed(f"{last[1]}: it has no digest, though it ended after the chain began")
         if not self._head_found:
             raise NotAsSealed("the kept head is not in the chain: the end was cut off, or the chain was rewritten")
-        if self._keys and (self._seal is None or self._seal.get("public_key") is None):
-            raise NotAsSealed("the newest seal is not signed")
+        if self._keys and not self.signed:
+            raise NotAsSealed("no seal is signed")
         head = None if self._seal is None else self._seal["digest"]
         return Verified(self.seals, self.rows, purged, self.unsealed, self.unchained, self.signed, head)
 
@@ -473,11 +493,6 @@ def _encoded(kind: str, row: Mapping[str, Any], where: str) -> bytes:
         raise NotAsSealed(f"{where}: a value of the {kind} is not of its column's kind: {error}") from error
 
 
-def leaf_of(line: Mapping[str, Any], key: bytes, where: str) -> bytes:
-    """The hash of a leaf, computed from the rows of its line."""
-    return leaf_hash(key, *digests_of(line, key, where))
-
-
 def digests_of(line: Mapping[str, Any], key: bytes, where: str) -> tuple[bytes, bytes]:
     """The digests of what was submitted and of the attempt. Raises where the chain of the run is broken."""
     if "purge" in line:
@@ -491,7 +506,9 @@ def digests_of(line: Mapping[str, Any], key: bytes, where: str) -> tuple[bytes, 
     encoded = _encoded("attempt", attempt, where)
     _require(key == key_of(attempt["run_id"], attempt["version"]), where, "the attempt is another one's")
     _require(run["id"] == attempt["run_id"], where, "what was submitted is another run's")
-    digest = chained(bytes.fromhex(line.get("previous") or "") or ZEROS, encoded)
+    previous = hex_bytes(line.get("previous", ZEROS.hex()))
+    _require(len(previous) == len(ZEROS), where, "the digest of the attempt before it is not one")
+    digest = chained(previous, encoded)
     _require(digest.hex() == attempt.get("digest"), where, "the attempt differs from its digest")
     return sha256(_encoded("run", run, where)).digest(), digest
 
@@ -536,15 +553,14 @@ class Signatures:
         return True
 
 
-def _verify_proof(lines: Iterator[Mapping[str, Any]], head: str | None, keys: Sequence[bytes]) -> Verified:
+def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None, keys: Sequence[bytes]) -> Verified:
     """Verify the proof of a run: a line for each attempt that is sealed, and perhaps the seals after them."""
     signatures = Signatures()
     rows = signed = 0
     seals: dict[str, Mapping[str, Any]] = {}
+    previous: str | None = None
     for line in lines:
-        seal = line.get("seal")
-        if seal is None:
-            raise CannotVerify("a line of the proof has no seal")
+        seal = line["seal"]
         check_seal(seal)
         if seal["digest"] not in seals and seal.get("public_key") is not None:
             signed += signatures.check(seal, keys)
@@ -552,17 +568,23 @@ def _verify_proof(lines: Iterator[Mapping[str, Any]], head: str | None, keys: Se
         seals[seal["digest"]] = seal
         if "key" in line:
             _check_path(line, seal)
+            _require(
+                line["attempt"]["run_id"] == run, "the proof", f"it is one of run {line['attempt']['run_id']}, too"
+            )
+            _require(line.get("previous") == previous, "the proof", "it leaves out an attempt of the run")
+            previous = line["attempt"]["digest"]
             rows += 2
+    _require(rows > 0, "the proof", "it is cut off: it has no attempt")
     _check_reach(seals, head)
-    newest = max(seals.values(), key=lambda each: int(each["number"]), default=None)
-    return Verified(len(seals), rows, 0, 0, 0, signed, None if newest is None else newest["digest"])
+    newest = max(seals.values(), key=lambda each: int(each["number"]))
+    return Verified(len(seals), rows, 0, 0, 0, signed, newest["digest"], run)
 
 
 def _check_path(line: Mapping[str, Any], seal: Mapping[str, Any]) -> None:
-    key = bytes.fromhex(line["key"])
+    key = hex_bytes(line["key"])
     where = f"{_name(key)}, in seal {seal['number']}"
-    leaf = leaf_of(line, key, where)
-    root = root_by_path(leaf, line["index"], seal["count"], map(bytes.fromhex, line["path"]))
+    leaf = leaf_hash(key, content_hash(*digests_of(line, key, where)))
+    root = root_by_path(leaf, line["index"], seal["count"], map(hex_bytes, line["path"]))
     _require(root is not None and root.hex() == seal["root"], where, "it does not lead to the root of the seal")
 
 
@@ -578,28 +600,42 @@ def _check_reach(seals: Mapping[str, Mapping[str, Any]], head: str | None) -> No
     _require(reached == seals.keys(), "the proof", "its seals do not lead to the kept head")
 
 
-def verify(lines: Iterable[str | bytes], *, head: str | None = None, keys: Sequence[bytes] = ()) -> Verified:
-    """Verify the lines of an export or a proof. Raises :class:`NotAsSealed` with the first place that is wrong."""
-    parsed = _parsed(lines)
+def verify(
+    lines: Iterable[str | bytes], *, head: str | None = None, keys: Sequence[bytes] = (), signed_from: int = 1
+) -> Verified:
+    """Verify the lines of an export or a proof. Raises :class:`NotAsSealed` with the first place that is wrong.
+
+    With ``keys``, all seals must be signed with one of them, or those from the number ``signed_from`` on.
+    """
+    if head is not None and not re.fullmatch("[0-9a-f]{64}", head):
+        raise CannotVerify(f"the head {head!r} is not one: it has 64 hexadecimal digits")
+    parsed, at = _parsed(lines), 1
     first = next(parsed, None)
+
+    def others() -> Iterator[dict[str, Any]]:
+        nonlocal at
+        for line in parsed:
+            at += 1
+            yield line
+
     if first is None or first.get("version", 1) != 1 or not {"export", "proof"} & first.keys():
         raise CannotVerify("this is neither an export nor a proof of semel")
-    if "proof" in first:
-        return _verify_proof(parsed, head, keys)
-    verifier = Verifier(head=head, keys=keys)
-    for line in parsed:
-        try:
+    try:
+        if "proof" in first:
+            return _verify_proof(str(first["proof"]).removeprefix("semel run "), others(), head, keys)
+        verifier = Verifier(head=head, keys=keys, signed_from=signed_from)
+        for line in others():
             verifier.take(line)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise NotAsSealed(f"a line is not as an export writes it: {str(line)[:200]}") from error
-    return verifier.result()
+        return verifier.result()
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise NotAsSealed(f"line {at} is not as semel writes it: {type(error).__name__} {str(error)[:200]}") from error
 
 
 def _parsed(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             parsed = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CannotVerify(f"line {number} is not JSON: {error}") from error
         if not isinstance(parsed, dict):
             raise CannotVerify(f"line {number} is not a JSON object")
@@ -608,13 +644,13 @@ def _parsed(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
 
 def read_key(given: str) -> bytes:
     """A public key: 64 hexadecimal digits, or a file with these or with a PEM."""
-    text = given if re.fullmatch("[0-9a-fA-F]{64}", given) else Path(given).read_text().strip()
-    if re.fullmatch("[0-9a-fA-F]{64}", text):
-        return bytes.fromhex(text)
     import base64
 
-    body = "".join(line for line in text.splitlines() if "-----" not in line)
     try:
+        text = given if re.fullmatch("[0-9a-fA-F]{64}", given) else Path(given).read_text().strip()
+        if re.fullmatch("[0-9a-fA-F]{64}", text):
+            return bytes.fromhex(text)
+        body = "".join(line for line in text.splitlines() if "-----" not in line)
         decoded = base64.b64decode(body, validate=True)
     except ValueError as error:
         raise CannotVerify(f"{given} is not a public key of Ed25519") from error
@@ -631,12 +667,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", nargs="?", default="-", help="An export or a proof; - reads standard input.")
     parser.add_argument("--head", help="A head that was kept elsewhere: it must be in the chain.")
     parser.add_argument("--key", action="append", default=[], help="The public key: hexadecimal digits, or a file.")
+    parser.add_argument("--signed-from", type=int, default=1, help="The number of the first seal that is signed.")
     given = parser.parse_args(arguments)
     with ExitStack() as stack:
         try:
             keys = [read_key(each) for each in given.key]
             lines = sys.stdin.buffer if given.file == "-" else stack.enter_context(Path(given.file).open("rb"))
-            print(verify(lines, head=given.head and given.head.lower(), keys=keys))  # noqa: T201 -- a command
+            found = verify(lines, head=given.head and given.head.lower(), keys=keys, signed_from=given.signed_from)
+            print(found)  # noqa: T201 -- a command
         except NotAsSealed as error:
             print(f"NOT AS SEALED: {error}", file=sys.stderr)  # noqa: T201
             return 1

@@ -20,7 +20,8 @@ _SECRETS = re.compile(
 Each alternative begins with rare characters and looks a limited distance ahead, so long lines take linear time.
 """
 SECRET_NAME = re.compile(
-    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|AUTH|DSN|(?:^|_)KEY(?:$|_)",
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|AUTH|DSN"
+    r"|(?:^|_)(?:KEY|PASS)(?:$|_)|_PWD(?:$|_)",
     re.IGNORECASE,
 )
 """Found in the name of a variable or a field whose value may be a secret."""

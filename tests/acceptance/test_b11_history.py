@@ -131,6 +131,19 @@ def test_b11_seals_say_what_retention_removed(auditor: Auditor) -> None:
     assert auditor.verify(auditor.export()).returncode == 1
 
 
+def test_b11_what_cannot_be_verified_is_said_in_a_line(tmp_path: Path) -> None:
+    key, nothing, folder = tmp_path / "seal.key", tmp_path / "nothing.jsonl", str(tmp_path)
+    key.write_bytes(b"\xff\xfe")
+    nothing.write_text("")
+    given = [[str(nothing)], [str(nothing), "--key", str(key)], [str(tmp_path / "none")], [folder], [str(HOST)]]
+    for command in ([sys.executable, "-I", str(HOST)], [sys.executable, "-m", "semel.cli", "audit", "verify"]):
+        for arguments in given:
+            found = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert (found.returncode, found.stdout) == (2, ""), found
+            assert "cannot verify: " in found.stderr
+            assert len(found.stderr.splitlines()) == 1
+
+
 def test_b11_the_verifier_is_one_file_of_some_hundred_lines() -> None:
     source = HOST.read_text()
     assert len(source.splitlines()) < 700

@@ -78,39 +78,60 @@ def export(db: str) -> None:
     metavar="KEY",
     help="The public key: 64 digits, or a file; the seals are signed with it.",
 )
+@option("--signed-from", type=POSITIVE, default="1", help="With --key, the number of the first seal that is signed.")
+@option(
+    "--log-head", "log_heads", multiple=True, metavar="HEAD", help="A head of the log: its row must still be there."
+)
 @db_options
-def verify(file: str | None, head: str | None, keys: tuple[str, ...], db: str, as_json: bool) -> int:
+def verify(
+    *,
+    file: str | None,
+    head: str | None,
+    keys: tuple[str, ...],
+    signed_from: int,
+    log_heads: tuple[str, ...],
+    db: str,
+    as_json: bool,
+) -> int:
     """Verify an export or a proof, without a database; or without FILE, the database, with the log of what people did.
 
     Prints the first place where the history is not what was sealed, or the log not what was written. The exit code is 0
-    if both are, 1 if not.
+    if both are, 1 if not, and 2 if that cannot be told, because the file is no export, for example.
     """
     from semel import audit as checking
 
+    if file and log_heads:
+        raise InvalidRequest("--log-head needs a database: a file does not have the log of what people did")
     try:
         known = [checking.read_key(each) for each in keys]
         with ExitStack() as stack:
             lines = _lines(file, db, stack)
-            found = checking.verify(lines, head=head and head.lower(), keys=known)
-        log = None if file else _check_log(db)
+            found = checking.verify(lines, head=head and head.lower(), keys=known, signed_from=signed_from)
+        log = None if file else _check_log(db, log_heads)
     except checking.NotAsSealed as error:
         print_result(as_json, {"verified": False, "place": str(error)}, f"NOT AS SEALED: {error}")
         return 1
-    except checking.CannotVerify as error:
-        raise InvalidRequest(f"cannot verify: {error}") from error
+    except (checking.CannotVerify, OSError) as error:
+        note(f"semel: cannot verify: {error}")
+        return 2
     if log is not None and log.problem:
         print_result(as_json, {"verified": False, "place": log.problem}, f"THE LOG WAS ALTERED: {log.problem}")
         return 1
-    people = "" if log is None else f"\nlog of what people did: {log.rows} rows as they were written"
-    result = {"verified": True, **found._asdict()} | ({} if log is None else {"log": log.rows})
+    people = "" if log is None else f"\nlog of what people did: {log.rows} rows as they were written{_heads(log)}"
+    result = {"verified": True, **found._asdict()}
+    result |= {} if log is None else {"log": log.rows, "log_heads": log.heads}
     print_result(as_json, result, f"{found}{people}")
     return 0
 
 
-def _check_log(db: str) -> AuditCheck:
+def _check_log(db: str, heads: tuple[str, ...]) -> AuditCheck:
     from semel.runs.store.audit_log import verify
 
-    return ask(db, lambda store: store.read(verify))
+    return ask(db, lambda store: store.read(verify, [each.lower() for each in heads]))
+
+
+def _heads(log: AuditCheck) -> str:
+    return "".join(f"\nlog head{f' of {tenant}' if tenant else ''}: {each}" for tenant, each in log.heads.items())
 
 
 def _lines(file: str | None, db: str, stack: ExitStack) -> Iterable[str | bytes]:
@@ -256,4 +277,4 @@ def _exported(conn: Connection) -> Iterator[str]:
 
 
 def _encoded(line: dict[str, Any]) -> str:
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(line, separators=(",", ":"), default=repr)

@@ -66,6 +66,8 @@ _ASSIGNED = re.compile(
     r"(?:\"[^\"\n]{1,5000}(?P<double>\")|'[^'\n]{1,5000}(?P<single>')|[^\s\"'({\[,;]{1,1000}$)"
 )
 """A name with a text, or with a bare word at the end of the line, as in ``.env``, as its value."""
+_MAY_NAME_SECRET = re.compile(rf"{SECRET_NAME.pattern}|(?:\b|_)(?:KEY|PASS|PWD)(?:\b|_)", re.IGNORECASE)
+"""Found in every line that has the name of a secret somewhere."""
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _INSTALLED = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.dist-info")
 
@@ -306,13 +308,13 @@ def patch_without_secrets(patch: str) -> str:
 
 def _line_without_secrets(line: str) -> str:
     """The line without values of secrets. A long one that may have some is left out: to search it could take long."""
-    if not SECRET_NAME.search(line):
+    if not _MAY_NAME_SECRET.search(line):
         return line
     return _ASSIGNED.sub(_hide_value, line) if len(line) <= MAX_LINE else f"{line[:1]}{HIDDEN}"
 
 
 def _hide_value(found: re.Match[str]) -> str:
-    if not SECRET_NAME.search(found["start"]):
+    if not any(map(SECRET_NAME.search, re.findall(r"\w+", found["start"]))):
         return found[0]
     quote = found["double"] or found["single"] or ""
     return f"{found['start']}{quote}{HIDDEN}{quote}"

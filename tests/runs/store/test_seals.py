@@ -26,7 +26,7 @@ from sqlalchemy import (
 
 from semel import audit
 from semel._concurrency.sync import run_sync
-from semel.audit import FORMS, Form, NotAsSealed, Verified
+from semel.audit import FORMS, CannotVerify, Form, NotAsSealed, Verified
 from semel.cli._database import engine_of
 from semel.db.schema import Digest, attempts, purges, seal_leaves, seals, submitted, unsealed
 from semel.runs.store import seals as sealing
@@ -110,7 +110,7 @@ def behind_its_back(database: TestDatabase) -> Iterator[Connection]:
                 conn.execute(text("SET session_replication_role = replica"))
             else:
                 for table in ("runs", "attempts"):
-                    conn.execute(text(f"DROP TRIGGER semel_{table}_guard"))
+                    conn.execute(text(f"DROP TRIGGER IF EXISTS semel_{table}_guard"))
             yield conn
             conn.rollback()
     finally:
@@ -278,6 +278,20 @@ def test_an_inserted_purge_or_seal_is_noticed(database: TestDatabase) -> None:
             assert place(conn)
 
 
+def test_leaves_without_a_seal_are_noticed(database: TestDatabase) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        conn.execute(insert(seal_leaves), {"number": 4, "leaves": b"x"})
+        assert place(conn) == "leaves of seal 4: they were inserted, or their seal was deleted"
+
+
+def test_sealing_that_was_ended_is_noticed(database: TestDatabase) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        conn.execute(text("DELETE FROM semel_sealing"))
+        assert "sealing was ended" in place(conn)
+
+
 def test_two_swapped_rows_are_noticed(database: TestDatabase) -> None:
     history(database)
     for table in (submitted, attempts):
@@ -359,13 +373,46 @@ def test_a_history_that_was_forged_whole_is_noticed_by_its_head_or_its_key(datab
     with behind_its_back(database) as conn:
         forge(conn, None)
         assert verify(conn, keys=[]).seals == 1, "without a head and a key it cannot be noticed"
-        assert "the newest seal is not signed" in place(conn)
+        assert "seal 1 is not signed" in place(conn)
         assert "the kept head is not in the chain" in place(conn, keys=[], head=made.digest)
         forge(conn, key_of(Ed25519PrivateKey.generate()))
         assert "seal 1: it is signed with another key" in place(conn)
         forge(conn, SigningKey(KEY.public, lambda digest: bytes(64)))
         assert "seal 1: its signature is wrong" in place(conn)
         assert "seal 1: its signature is wrong" in place(conn, keys=[])
+
+
+def test_seals_made_anew_under_one_that_is_signed_are_noticed(database: TestDatabase) -> None:
+    database.finish(database.submit())
+    seal(database)
+    with behind_its_back(database) as conn:
+        forge(conn, None)
+        conn.commit()
+    database.finish(database.submit())
+    assert (made := seal(database)) is not None, "its sealer does not know better, and signs"
+    with behind_its_back(database) as conn:
+        assert place(conn) == "seal 1 is not signed"
+        assert verify(conn, signed_from=made.number).seals == 2, "if there was no key before"
+
+
+def test_a_leaf_whose_run_is_gone_still_names_it(database: TestDatabase) -> None:
+    """Or else whoever deletes a run could give its leaf the name of one that was purged."""
+    database.finish(database.submit())
+    database.clock.advance(100)
+    database.finish(deleted := database.submit())
+    assert seal(database) is not None
+    assert database.app.purge(50) == 1
+    seal(database)
+    with behind_its_back(database) as conn:
+        assert verify(conn).purged == 1
+        conn.execute(delete(attempts).where(attempts.c.run_id == deleted.id))
+        conn.execute(delete(submitted).where(submitted.c.id == deleted.id))
+        assert "it was deleted, and no purge names it" in place(conn)
+        leaves = conn.execute(select(seal_leaves.c.leaves).where(seal_leaves.c.number == 1)).scalar_one()
+        purged, own = leaves[: audit.LEAF_SIZE], leaves[audit.LEAF_SIZE :]
+        renamed = purged + purged[:16] + (4).to_bytes(4) + own[audit.KEY_SIZE :]
+        conn.execute(update(seal_leaves).where(seal_leaves.c.number == 1).values(leaves=renamed))
+        assert place(conn) == "seal 1: its leaves are not those that were sealed"
 
 
 def test_seals_that_are_signed_no_more_are_noticed(database: TestDatabase) -> None:
@@ -477,6 +524,134 @@ def test_a_proof_of_a_run_verifies_on_its_own(database: TestDatabase) -> None:
         with pytest.raises(NotAsSealed, match="kept head"):
             audit.verify(proof, head="00" * 32)
         assert sealing.prove(conn, new_id()) == []
+
+
+def test_a_proof_is_of_the_run_that_it_names_and_of_all_its_attempts(database: TestDatabase) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        run_id = first_row(conn, attempts)["run_id"]
+        begin, first, second = (json.dumps(line) for line in sealing.prove(conn, run_id))
+        assert audit.verify([begin, first, second]).run == run_id
+        assert audit.verify([begin, first]).rows == 2, "attempts that came later cannot be missed"
+        for cut_off in ([begin], [begin, second], [begin, second, first], [begin, first, first, second]):
+            with pytest.raises(NotAsSealed, match="the proof: "):
+                audit.verify(cut_off)
+        with pytest.raises(NotAsSealed, match=f"it is one of run {run_id}, too"):
+            audit.verify([json.dumps({"proof": f"semel run {new_id()}", "version": 1}), first, second])
+
+
+def test_a_proof_ends_before_the_first_attempt_that_is_not_sealed(database: TestDatabase) -> None:
+    run = database.submit()
+    (attempt,) = database.lease()
+    assert database.end(attempt, "retry", reason="once")
+    seal(database)
+    database.clock.advance(100)
+    (attempt,) = database.lease()
+    assert database.end(attempt)
+    with behind_its_back(database) as conn:
+        assert audit.verify(map(json.dumps, sealing.prove(conn, run.id))).rows == 2
+    seal(database)
+    with behind_its_back(database) as conn:
+        assert audit.verify(map(json.dumps, sealing.prove(conn, run.id))).rows == 4
+
+
+def test_a_proof_does_not_leave_out_an_attempt_that_is_sealed_later_than_the_next(database: TestDatabase) -> None:
+    run = database.submit()
+    (attempt,) = database.lease()
+    assert database.end(attempt, "retry", reason="once")
+    database.write("DELETE FROM semel_unsealed")  # as if the sealer had not come to it
+    database.clock.advance(100)
+    (attempt,) = database.lease()
+    assert database.end(attempt)
+    assert seal(database) is not None
+    with behind_its_back(database) as conn:
+        assert sealing.prove(conn, run.id) == []
+
+
+def test_a_leaf_outside_of_a_seal_is_noticed(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        database.finish(database.submit())
+        seal(database)
+        database.finish(database.submit())
+        with behind_its_back(database) as conn:
+            lines = list(sealing.export(conn))
+    leaf = next(line for line in lines if "key" in line)
+    row_id = "ffffffff-ffff-7fff-bfff-ffffffffffff"
+    run, attempt = leaf["run"] | {"id": row_id}, leaf["attempt"] | {"run_id": row_id}
+    digest = audit.chained(audit.ZEROS, FORMS["attempt"].of(attempt))
+    attempt["digest"] = digest.hex()
+    content = audit.content_hash(audit.sha256(FORMS["run"].of(run)).digest(), digest)
+    key = audit.key_of(row_id, attempt["version"])
+    forged = {"key": key.hex(), "content": content.hex(), "run": run, "attempt": attempt}
+    assert "open" in lines[-2]
+    with pytest.raises(NotAsSealed, match="it stands outside of a seal"):
+        audit.verify(map(json.dumps, [*lines[:-1], forged, lines[-1]]), keys=[PUBLIC])
+
+
+def test_an_attempt_without_a_digest_cannot_come_after_one_that_has_it(database: TestDatabase) -> None:
+    database.finish(database.submit())
+    seal(database)
+    with behind_its_back(database) as conn:
+        row = dict(conn.execute(select(attempts)).mappings().one())
+        added = {"version": 4, "fence": 2, "status": "PENDING", "step": "retried", "digest": None}
+        added |= {"result": None, "result_digest": None, "result_size": None}
+        conn.execute(insert(attempts), row | added)
+        assert place(conn).startswith(f"run {row['run_id']}, version 4: the row was inserted")
+
+
+def test_digits_in_upper_case_are_a_change(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        database.finish(database.submit())
+        seal(database)
+        for table, column in (("runs", "payload_hash"), ("attempts", "digest"), ("seals", "root")):
+            with behind_its_back(database) as conn:
+                conn.execute(text(f"UPDATE semel_{table} SET {column} = upper({column})"))
+                assert place(conn), f"{table}.{column}"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [""],
+        ["{}"],
+        ["[]"],
+        ["[" * 100_000],
+        [b"\xff\xfe"],
+        ['{"export": 1, "version": 2}'],
+        ['{"export": 1}', "null"],
+        ['{"export": 1}', '{"other": 1}'],
+    ],
+)
+def test_what_is_no_export_cannot_be_verified(lines: list[str | bytes]) -> None:
+    with pytest.raises(CannotVerify):
+        audit.verify(lines)
+
+
+@pytest.mark.parametrize("first", ['{"export": 1}', '{"proof": "semel run x"}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"seal": 5}',
+        '{"seal": {}}',
+        '{"seal": {"number": 1e400}}',
+        '{"seal": null, "key": []}',
+        '{"key": 1}',
+        '{"open": "zz"}',
+        '{"unchained": 7}',
+        '{"end": {}}',
+    ],
+)
+def test_a_line_that_semel_does_not_write_is_no_traceback(first: str, line: str) -> None:
+    with pytest.raises((NotAsSealed, CannotVerify)):
+        audit.verify([first, line])
+
+
+def test_a_head_is_64_digits() -> None:
+    with pytest.raises(CannotVerify, match="64 hexadecimal digits"):
+        audit.verify(['{"export": 1}', '{"end": {"seals": 0}}'], head="5f0c…")
 
 
 def test_a_proof_with_the_later_seals_leads_to_a_kept_head(database: TestDatabase) -> None:

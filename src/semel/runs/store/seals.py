@@ -22,6 +22,7 @@ from semel.audit import (
     KEY_SIZE,
     LEAF_SIZE,
     ZEROS,
+    content_hash,
     id_bytes,
     key_of,
     leaf_hash,
@@ -115,13 +116,16 @@ def _submitted_digests(conn: Connection, ids: Sequence[bytes]) -> dict[bytes, by
 
 
 def _leaves(conn: Connection, entries: Sequence[bytes]) -> list[bytes]:
-    """The leaves of these entries, in order: of each its key and its hash."""
+    """The leaves of these entries, in order: of each its key and the hash of what it covers."""
     ids = sorted({entry[:16] for entry in entries})
     digest_of = _submitted_digests(conn, ids).get
     return [
-        (key := entry[:KEY_SIZE]) + leaf_hash(key, digest_of(entry[:16], ZEROS), entry[KEY_SIZE:])
-        for entry in sorted(entries)
+        entry[:KEY_SIZE] + content_hash(digest_of(entry[:16], ZEROS), entry[KEY_SIZE:]) for entry in sorted(entries)
     ]
+
+
+def _hashes(leaves: Sequence[bytes]) -> list[bytes]:
+    return [leaf_hash(leaf[:KEY_SIZE], leaf[KEY_SIZE:]) for leaf in leaves]
 
 
 def _split(joined: bytes, size: int) -> list[bytes]:
@@ -168,7 +172,7 @@ def _write(conn: Connection, entries: Sequence[bytes], key: SigningKey | None, n
         "count": len(entries),
         "first_id": _id_and_version(entries[0])[0],
         "last_id": _id_and_version(entries[-1])[0],
-        "root": root_of([entry[KEY_SIZE:] for entry in entries]).hex(),
+        "root": root_of(_hashes(entries)).hex(),
         "previous": None if last is None else last.digest,
         "public_key": None if key is None else key.public,
     }
@@ -212,7 +216,7 @@ def _position(where: Any, what: Any) -> Any:
 
 def sealing_of(conn: Connection, run_id: str) -> Sealing:
     """Whether the end of this run is sealed."""
-    last = attempts.c.run_id == run_id, attempts.c.status != "PENDING"
+    last = attempts.c.run_id == run_id, attempts.c.status != "PENDING", attempts.c.digest.is_not(None)
     ended = conn.execute(select(attempts.c.version, attempts.c.ended_us).where(*last)).first()
     if ended is None:
         return Sealing()
@@ -284,13 +288,18 @@ def export(conn: Connection) -> Iterator[dict[str, Any]]:
         keys = [entry[:KEY_SIZE] for entry in entries]
         seen.update(keys)
         for entry, rows in zip(entries, _rows_of(conn, keys), strict=True):
-            yield {"key": entry[:KEY_SIZE].hex(), "hash": entry[KEY_SIZE:].hex(), **rows}
+            yield {"key": entry[:KEY_SIZE].hex(), "content": entry[KEY_SIZE:].hex(), **rows}
     waiting = sorted(each for row in conn.scalars(select(unsealed.c.entries)) for each in _split(bytes(row), LEAF_SIZE))
     keys = [entry[:KEY_SIZE] for entry in waiting]
     seen.update(keys)
     for entry, rows in zip(waiting, _rows_of(conn, keys), strict=True):
         yield {"open": entry[:KEY_SIZE].hex(), "digest": entry[KEY_SIZE:].hex(), **rows}
     yield from _uncovered(conn, seen)
+    if count and not digests.is_sealed(conn):
+        yield {"broken": "sealing was ended: the row of semel_sealing was deleted"}
+    lone = select(seal_leaves.c.number).where(seal_leaves.c.number.not_in(select(seals.c.number)))
+    for orphan in conn.scalars(lone.order_by(seal_leaves.c.number)):
+        yield {"broken": f"leaves of seal {orphan}: they were inserted, or their seal was deleted"}
     yield {"end": {"seals": count}}
 
 
@@ -306,11 +315,15 @@ def _next_seal(conn: Connection, after: int) -> dict[str, Any] | None:
 def _uncovered(conn: Connection, seen: set[bytes]) -> Iterator[dict[str, Any]]:
     """Rows that no seal has and that do not wait for one: older than the chain, or inserted by somebody else."""
     query = select(attempts.c.run_id, attempts.c.version, attempts.c.ended_us, attempts.c.digest)
+    chained = None
     for row in _paged(conn, query, attempts.c.run_id, attempts.c.version):
-        if key_of(row.run_id, row.version) not in seen:
-            if row.digest is None:
+        covered = key_of(row.run_id, row.version) in seen
+        if covered or row.digest is not None:
+            chained = row.run_id
+        if not covered:
+            if row.run_id != chained:
                 yield {"unchained": [row.run_id, row.version, row.ended_us]}
-            else:
+            else:  # an older row cannot come after one that is chained
                 yield {"stray": f"run {row.run_id}, version {row.version}"}
     noted = select(purges.c.id)
     for row in _paged(conn, noted, purges.c.id):
@@ -337,11 +350,13 @@ def prove(conn: Connection, run_id: str, *, chain: bool = False) -> list[dict[st
     With ``chain``, the seals after them are added, so that it can be verified against a head that was kept.
     """
     lines: list[dict[str, Any]] = []
-    ended = select(attempts.c.version, attempts.c.ended_us).where(attempts.c.run_id == run_id)
+    ended = select(attempts.c.version, attempts.c.ended_us)
+    ended = ended.where(attempts.c.run_id == run_id, attempts.c.digest.is_not(None))
     for version, ended_us in conn.execute(ended.order_by(attempts.c.version)).all():
         found = conn.execute(_containing(conn, run_id, version, ended_us)).first()
-        if found is not None:
-            lines.append(_proof(conn, found, key_of(run_id, version)))
+        if found is None:
+            break
+        lines.append(_proof(conn, found, key_of(run_id, version)))
     if not lines:
         return []
     if chain:
@@ -354,7 +369,7 @@ def prove(conn: Connection, run_id: str, *, chain: bool = False) -> list[dict[st
 def _proof(conn: Connection, found: Row[Any], key: bytes) -> dict[str, Any]:
     entries = _split(bytes(found.leaves), LEAF_SIZE)
     index = next(at for at, entry in enumerate(entries) if entry.startswith(key))
-    path = path_of([entry[KEY_SIZE:] for entry in entries], index)
+    path = path_of(_hashes(entries), index)
     (rows,) = _rows_of(conn, [key])
     beside = {"index": index, "path": [each.hex() for each in path]}
     return {"key": key.hex(), "seal": _shown(seals, found), **beside, **rows}

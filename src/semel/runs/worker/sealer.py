@@ -1,28 +1,38 @@
 """The sealer: seals what ended since the last seal, signs each seal, and hands out the newest head.
 
 ``SEMEL_SEAL_KEY`` names a file with the private key (Ed25519, PEM); without it, seals are not signed. With
-``SEMEL_SEAL_HEADS``, the head of every new seal is appended to that file, or sent to that URL, to be kept where whoever
-writes to the database cannot change it.
+``SEMEL_SEAL_HEADS``, the newest head is appended to that file, or posted to that URL, to be kept where whoever writes
+to the database cannot change it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
+from base64 import b64encode
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from semel.audit import SIGNED
 from semel.errors import InvalidRequest, MissingExtra
+from semel.redaction import without_secrets
 from semel.runs.store import RunStore, seals
 from semel.runs.store.seals import Seal, SigningKey
 from semel.runs.types import MICRO
 
 SEAL_FOR = 5.0
 """Seconds that one turn may spend on sealing; the next turn seals the rest."""
+POST_FOR = 5.0
+"""Seconds that a receiver of heads has to respond: the sweeper waits for it."""
+AGAIN = 60.0
+"""Seconds until a head that could not be handed out is tried again."""
 
 _log = logging.getLogger("semel.sealer")
 
@@ -50,33 +60,96 @@ class Sealer:
         self._store = store
         path = os.environ.get("SEMEL_SEAL_KEY")
         self._key = read_signing_key(path) if path else None
-        self._heads = os.environ.get("SEMEL_SEAL_HEADS")
+        place = os.environ.get("SEMEL_SEAL_HEADS")
+        self._keep = None if not place else _keeper(place)
+        self._hands_out_at = 0.0
+        self._last: Seal | None = None
 
     async def seal(self) -> int:
         """Seal what there is. Returns how many rows are sealed now that were not before."""
         total, ends_at = 0, time.monotonic() + SEAL_FOR
-        last = None
         while time.monotonic() < ends_at:
             made = await self._store.write(seals.seal, self._key, self._store.statement_context)
             if made is None:
                 break
-            total, last = total + made.count, made
-        if last is not None and self._heads:
-            await self._store.run_blocking(self._hand_out, last, self._heads)
+            self._compare(made)
+            total += made.count
+        if total:
+            self._hands_out_at = 0.0
         return total
 
-    def _hand_out(self, seal: Seal, place: str) -> None:
-        at = datetime.fromtimestamp(seal.at_us / MICRO, UTC).isoformat()
-        head = json.dumps({"number": seal.number, "sealed_at": at, "head": seal.digest, "signature": seal.signature})
-        try:
-            if place.startswith(("http://", "https://")):
-                import urllib.request
+    def _compare(self, made: Seal) -> None:
+        """Complain if the seal that this process made before is not the one before it: somebody removed or replaced it,
+        and has this one sign what was put in its place.
+        """
+        last, self._last = self._last, made
+        if last is not None and made.number <= last.number + 1 and made.previous != last.digest:
+            _log.error(
+                "seal %d does not follow seal %d, whose head was %s: seals were removed or replaced",
+                made.number,
+                last.number,
+                last.digest,
+            )
 
-                headers = {"Content-Type": "application/json"}
-                request = urllib.request.Request(place, head.encode(), headers)  # noqa: S310 -- the operator's own URL
-                urllib.request.urlopen(request, timeout=10).close()  # noqa: S310
-            else:
-                with Path(place).open("a") as file:
-                    file.write(f"{head}\n")
-        except OSError as error:
-            _log.warning("the head of seal %d could not be handed to SEMEL_SEAL_HEADS: %s", seal.number, error)
+    async def hand_out(self) -> None:
+        """Hand out the newest head, if there may be one that was not, also by a process that died before it could."""
+        if self._keep is None or time.monotonic() < self._hands_out_at:
+            return
+        newest = await self._store.read(seals.head)
+        self._hands_out_at = math.inf
+        if newest is not None and not await self._store.run_blocking(_hand_out, newest, self._keep):
+            self._hands_out_at = time.monotonic() + AGAIN
+
+
+def _hand_out(seal: Seal, keep: Callable[[str], None]) -> bool:
+    """Whether the head was handed out."""
+    at = datetime.fromtimestamp(seal.at_us / MICRO, UTC).isoformat()
+    head = json.dumps({"number": seal.number, "sealed_at": at, "head": seal.digest, "signature": seal.signature})
+    try:
+        keep(head)
+    except (OSError, ValueError) as error:
+        reason = without_secrets(str(error))
+        _log.warning("the head of seal %d could not be handed to SEMEL_SEAL_HEADS: %s", seal.number, reason)
+        return False
+    return True
+
+
+def _keeper(place: str) -> Callable[[str], None]:
+    """Keeps a head: in this file, or at this URL. Raises :class:`InvalidRequest` for what cannot be a URL."""
+    if not place.lower().startswith(("http://", "https://")):
+        return partial(_append, Path(place))
+    headers = {"Content-Type": "application/json"}
+    try:
+        url = urlsplit(place)
+        valid = url.hostname is not None and url.port != 0
+    except ValueError:  # its text may have the password
+        url, valid = urlsplit(""), False
+    if not valid:
+        raise InvalidRequest("SEMEL_SEAL_HEADS: this is not a URL; example: https://example.org/heads")
+    if url.username:
+        pair = f"{unquote(url.username)}:{unquote(url.password or '')}"
+        headers["Authorization"] = f"Basic {b64encode(pair.encode()).decode()}"
+    host = url.netloc.rpartition("@")[2]
+    return partial(_post, url._replace(netloc=host, fragment="").geturl(), headers)
+
+
+def _append(file: Path, head: str) -> None:
+    with file.open("a") as out:
+        out.write(f"{head}\n")
+
+
+def _post(url: str, headers: dict[str, str], head: str) -> None:
+    from http.client import HTTPException  # few need it, and it takes long to import
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+    class NoRedirect(HTTPRedirectHandler):
+        """A POST that is redirected would arrive as a GET, without the head."""
+
+        def redirect_request(self, *_: Any) -> None:
+            return None
+
+    request = Request(url, head.encode(), headers)  # noqa: S310 -- the operator's own URL
+    try:
+        build_opener(NoRedirect).open(request, timeout=POST_FOR).close()
+    except HTTPException as error:
+        raise OSError(str(error)) from error

@@ -164,6 +164,7 @@ class Sweeper(LeaderTask):
             _log.info("removed %d keys and reservations that had expired", removed, extra={"removed": removed})
         if chores.unsealed:
             await self._sealer.seal()
+        await self._sealer.hand_out()
         if time.monotonic() >= self._removes_at:
             await self._remove_old_runs()
         if self._transport.announces:

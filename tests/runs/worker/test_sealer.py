@@ -1,0 +1,171 @@
+"""The sealer hands heads to a file or a URL, again if that failed, and complains about seals that were replaced."""
+
+import json
+import logging
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socket import create_server
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+
+from semel._concurrency.sync import run_sync
+from semel.errors import InvalidRequest
+from semel.runs.worker.sealer import AGAIN, Sealer
+from support.databases import Databases, TestDatabase
+
+
+@pytest.fixture
+def database(databases: Databases) -> Iterator[TestDatabase]:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        yield database
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """Keeps what is posted to it."""
+
+    status: ClassVar[int] = 204
+    posted: ClassVar[list[dict[str, Any]]] = []
+    authorization: ClassVar[str | None] = None
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.status == 204:
+            self.posted.append(json.loads(body))
+        Receiver.authorization = self.headers["Authorization"]
+        self.send_response(self.status)
+        self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Receiver, "posted", [])
+    with serving() as place:
+        yield place
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def sealer(database: TestDatabase, monkeypatch: pytest.MonkeyPatch, heads: str) -> Sealer:
+    monkeypatch.setenv("SEMEL_SEAL_HEADS", heads)
+    return Sealer(database.app._engine.store)
+
+
+def seal_one(database: TestDatabase, sealer: Sealer) -> str:
+    """Seal a run; the head of its seal."""
+    database.finish(database.submit())
+    assert run_sync(sealer.seal()) == 1
+    return str(database.rows("SELECT digest FROM semel_seals ORDER BY number DESC LIMIT 1")[0][0])
+
+
+def hand_out(sealer: Sealer) -> None:
+    run_sync(sealer.hand_out())
+
+
+def test_a_head_is_posted_once_with_the_password_of_the_url(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, receiver: str
+) -> None:
+    own = sealer(database, monkeypatch, f"http://sue:pa%40ss@{receiver}/heads?of=semel")
+    hand_out(own)
+    assert Receiver.posted == [], "there is no seal yet"
+    heads = [seal_one(database, own) for _ in range(2)]
+    for _ in range(2):
+        hand_out(own)
+    assert [each["head"] for each in Receiver.posted] == heads[1:]
+    assert Receiver.authorization == f"Basic {b64encode(b'sue:pa@ss').decode()}"
+
+
+@pytest.mark.parametrize("status", [302, 307, 500])
+def test_a_head_that_is_not_accepted_is_posted_again(
+    database: TestDatabase,
+    monkeypatch: pytest.MonkeyPatch,
+    receiver: str,
+    status: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Receiver, "status", status)
+    own = sealer(database, monkeypatch, f"http://{receiver}/")
+    head = seal_one(database, own)
+    hand_out(own)
+    assert f"HTTP Error {status}" in caplog.text
+    monkeypatch.setattr(Receiver, "status", 204)
+    hand_out(own)
+    assert Receiver.posted == [], "it waits before it tries again"
+    own._hands_out_at -= AGAIN
+    hand_out(own)
+    assert [each["head"] for each in Receiver.posted] == [head]
+
+
+def test_a_receiver_that_does_not_speak_http_stops_no_sweeper(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(create_server(("127.0.0.1", 0))) as server:
+
+        def respond() -> None:
+            conn, _ = server.accept()
+            with conn:
+                conn.recv(65536)
+                conn.sendall(b"nonsense\r\n\r\n")
+
+        thread = Thread(target=respond)
+        thread.start()
+        own = sealer(database, monkeypatch, f"http://sue:hunter2@127.0.0.1:{server.getsockname()[1]}/")
+        seal_one(database, own)
+        hand_out(own)
+        thread.join()
+    assert "could not be handed to SEMEL_SEAL_HEADS: nonsense" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+@pytest.mark.parametrize("place", ["http://", "https://host:nonsense/", "http://sue:hunter2@[::1/", "HTTP://:80/"])
+def test_what_is_no_url_is_refused_at_the_start(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="SEMEL_SEAL_HEADS: this is not a URL") as refused:
+        sealer(database, monkeypatch, place)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_the_head_of_a_process_that_died_before_it_could_is_handed_out_by_the_next(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "heads.jsonl"
+    head = seal_one(database, sealer(database, monkeypatch, str(file)))
+    assert not file.exists()
+    hand_out(sealer(database, monkeypatch, str(file)))
+    assert json.loads(file.read_text())["head"] == head
+
+
+def test_a_seal_that_was_removed_behind_the_sealers_back_is_logged(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = sealer(database, monkeypatch, "")
+    heads = [seal_one(database, own) for _ in range(3)]
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+    database.write("DELETE FROM semel_seals WHERE number = 3")
+    database.write("DELETE FROM semel_seal_leaves WHERE number = 3")
+    seal_one(database, own)
+    assert f"seal 3 does not follow seal 3, whose head was {heads[2]}" in caplog.text
