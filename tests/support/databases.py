@@ -43,7 +43,7 @@ TABLES = (
     *("runs", "active", "attempts", "outbox", "keys", "run_logs", "jobs", "quotas", "reservations", "workers"),
     *("leaders", "removals", "run_counts", "run_totals", "costs", "charges", "worker_manifests", "manifests"),
     *("subscriptions", "deliveries", "audit", "pauses", "sealing", "unsealed", "seals"),
-    *("seal_leaves", "purges"),
+    *("seal_leaves", "purges", "run_actions"),
 )
 LEASE = 60
 START = 1_709_210_096.0

@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 REVISIONS = (
     *("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010"),
-    *("0011", "0012", "0013", "0014", "0015"),
+    *("0011", "0012", "0013", "0014", "0015", "0016"),
 )
 """Every migration, oldest first; the last one is what this release needs."""
 
@@ -662,6 +662,38 @@ pauses = Table(
     PrimaryKeyConstraint("kind", "name", name="semel_pauses_pkey"),
 )
 """Queues and models (``kind``) whose runs are not leased."""
+
+run_actions = Table(
+    "semel_run_actions",
+    metadata,
+    Column("id", _id, primary_key=True),
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("filter", Text, nullable=False),
+    Column("priority", Integer, nullable=True),
+    Column("why", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("finished_us", BigInteger, nullable=True),
+    Column("lease_until_us", BigInteger, nullable=False),
+    Column("reached", _id, nullable=True),
+    Column("matched", BigInteger, nullable=False),
+    Column("done", BigInteger, nullable=False),
+    Column("failed", BigInteger, nullable=False),
+    Column("skipped", BigInteger, nullable=False),
+    Column("error", Text, nullable=True),
+)
+"""What somebody does to all runs that match a filter, from the newest down: those down to ``reached`` are done. It is
+carried out by whoever has it until ``lease_until_us``, and when that has passed by anybody.
+"""
+Index("semel_run_actions_tenant", run_actions.c.tenant, run_actions.c.created_us)
+_unfinished = "finished_us IS NULL"
+Index(
+    "semel_run_actions_unfinished",
+    run_actions.c.lease_until_us,
+    postgresql_where=text(_unfinished),
+    sqlite_where=text(_unfinished),
+)
 
 tokens = Table(
     "semel_tokens",

@@ -9,12 +9,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
+from uuid import UUID
 
 import msgspec
 
 from semel._concurrency.sync import run_sync
-from semel._validation import TEN_YEARS, checked_choice, checked_int, checked_name, checked_number
+from semel._validation import (
+    MAX_INT,
+    TEN_YEARS,
+    checked_choice,
+    checked_int,
+    checked_name,
+    checked_number,
+    checked_run_key,
+)
 from semel.audit_log import AuditCheck
 from semel.errors import (
     IllegalTransition,
@@ -25,6 +34,7 @@ from semel.errors import (
     SemelError,
 )
 from semel.runs import strict_json
+from semel.runs.actions import ActionCarrier, RunFilters
 from semel.runs.diff import Drift, Rerun, ResultComparison, RunDiff, Section, compare, compare_results, refused
 from semel.runs.diff import drift as find_drift
 from semel.runs.hooks import EventHooks, RunEvent
@@ -34,6 +44,7 @@ from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
 from semel.runs.store import (
     RunStore,
+    actions,
     audit_log,
     lease,
     maintenance,
@@ -46,11 +57,12 @@ from semel.runs.store import (
     seals,
     transitions,
 )
+from semel.runs.store.actions import NewAction
 from semel.runs.store.audit_log import AuditFilter, AuditPage
 from semel.runs.store.maintenance import Removal
 from semel.runs.store.manifests import manifest_of, with_recorded
-from semel.runs.store.queries import Backlog, Filter
-from semel.runs.store.submit import Answer, Existing, JobDetails, Submission, one_of_each_group
+from semel.runs.store.queries import Backlog, Filter, ParameterValue
+from semel.runs.store.submit import Answer, Created, Existing, JobDetails, Submission, one_of_each_group
 from semel.runs.submission import (
     BulkBuilder,
     SubmissionBuilder,
@@ -64,6 +76,7 @@ from semel.runs.types import (
     INTERNAL_QUEUE,
     MICRO,
     STATUSES,
+    ActionKind,
     DedupePolicy,
     LogLine,
     Manifest,
@@ -72,12 +85,14 @@ from semel.runs.types import (
     PauseKind,
     Quota,
     Run,
+    RunAction,
     Step,
     Summary,
     Usage,
     Waiting,
     WorkerInfo,
     checked_id,
+    new_id,
 )
 from semel.types import Actor, Entrance, actor_here
 
@@ -110,6 +125,7 @@ class RunEngine:
         self._builder = SubmissionBuilder(registry, dedupe_policy)
         self._hooks = hooks
         self._put_off: set[str] = set()
+        self._carrier = ActionCarrier(store, self._retry_submission, self._announce_created)
 
     async def submit(
         self,
@@ -270,6 +286,9 @@ class RunEngine:
         queue: str | None = None,
         idempotency_key: str | None = None,
         payload_hash: str | None = None,
+        worker: str | None = None,
+        error: str | None = None,
+        parameter: Mapping[str, ParameterValue] | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
         stalled: bool = False,
@@ -281,6 +300,8 @@ class RunEngine:
     ) -> Page:
         """Runs, newest first; ``page.next`` is the cursor of the next page, None on the last.
 
+        ``worker`` is the id of the worker that has a run, or had it last, ``error`` a part of its last error, and
+        ``parameter={"region": "north"}`` a value of its parameters: a text, a number, True, False or None.
         ``parameters=False`` leaves the parameters out, and ``max_bytes`` ends a page before it gets larger (it has at
         least one run). ``stalled`` lists only runs that are alive and made no progress for ``stall_after``.
         ``id_part`` lists runs whose id begins or ends with these characters, at least six; such a page may have few
@@ -290,18 +311,23 @@ class RunEngine:
         start = None if cursor is None else checked_id(cursor)
         if cursor is not None and start is None:
             raise InvalidRequest("cursor must be the page.next of an earlier page")
-        wanted = Filter(
-            tenant=checked_name("tenant", tenant),
-            status=None if status is None else _statuses(status),
-            model=_name_or_none("model", model),
-            user=_name_or_none("user", user),
-            queue=_name_or_none("queue", queue),
+        wanted = self._filter(
+            tenant,
+            status=status,
+            model=model,
+            user=user,
+            queue=queue,
+            worker=worker,
+            error=error,
+            parameter=parameter,
+            since=since,
+            until=until,
+            stalled=stalled,
+        )
+        wanted = msgspec.structs.replace(
+            wanted,
             key=_name_or_none("idempotency_key", idempotency_key),
             payload_hash=_name_or_none("payload_hash", payload_hash),
-            since_us=_us("since", since),
-            until_us=_us("until", until),
-            stalled=bool(stalled),
-            real_time=self.store.has_real_time,
         )
         if id_part is not None:
             if (digits := partial_ids.digits_of(id_part)) is None:
@@ -310,6 +336,119 @@ class RunEngine:
         return await self.store.read(
             queries.list_runs, wanted, limit, start, parameters=parameters, max_bytes=max_bytes
         )
+
+    def _filter(self, tenant: str, **filters: Unpack[RunFilters]) -> Filter:
+        status, parameter = filters.get("status"), filters.get("parameter")
+        error = filters.get("error")
+        return Filter(
+            tenant=checked_name("tenant", tenant),
+            status=None if status is None else _statuses(status),
+            model=_name_or_none("model", filters.get("model")),
+            user=_name_or_none("user", filters.get("user")),
+            queue=_name_or_none("queue", filters.get("queue")),
+            worker=_name_or_none("worker", filters.get("worker")),
+            error=None if error is None else checked_name("error", error, most=1000, empty=False),
+            parameters=None if parameter is None else _checked_parameters(parameter),
+            since_us=_us("since", filters.get("since")),
+            until_us=_us("until", filters.get("until")),
+            stalled=bool(filters.get("stalled")),
+            real_time=self.store.has_real_time,
+        )
+
+    async def act(
+        self,
+        action: ActionKind,
+        *,
+        priority: int | None = None,
+        why: str | None = None,
+        dry_run: bool = False,
+        tenant: str = "",
+        idempotency_key: str | None = None,
+        by: Actor | None = None,
+        **filters: Unpack[RunFilters],
+    ) -> RunAction:
+        """Cancel, retry or give a ``priority`` to all runs that match the filters, which are those of :meth:`runs`.
+
+        Returns when it is finished; ``dry_run`` only counts the runs. It changes runs in batches, newest first, and
+        none that was submitted after it began. If this process dies, a server on the database carries it on; no run is
+        changed twice. ``why`` is the reason for a cancellation. The same ``idempotency_key`` of the same user finds the
+        action that began before. ``by`` is who the audit log says did it: by default the user of this process.
+        """
+        begun = await self.begin_action(
+            action,
+            priority=priority,
+            why=why,
+            dry_run=dry_run,
+            tenant=tenant,
+            idempotency_key=idempotency_key,
+            by=by,
+            **filters,
+        )
+        while begun.state == "running":
+            if (carried := await self.carry_out(begun.id)) is not None:
+                return carried
+            await self.store.runtime.sleep(0.1)  # another process carries it out
+            begun = await self.action(begun.id)
+        return begun
+
+    async def begin_action(
+        self,
+        action: ActionKind,
+        *,
+        priority: int | None = None,
+        why: str | None = None,
+        dry_run: bool = False,
+        tenant: str = "",
+        idempotency_key: str | None = None,
+        by: Actor | None = None,
+        **filters: Unpack[RunFilters],
+    ) -> RunAction:
+        """As :meth:`act`, but return when it is stored: :meth:`carry_out` does it."""
+        checked_choice("action", action, get_args(ActionKind))
+        if (action == "set_priority") != (priority is not None):
+            raise InvalidRequest("a priority is needed for set_priority, and for no other action")
+        if priority is not None:
+            checked_int("priority", priority, -MAX_INT - 1)
+        wanted = _of_statuses(action, self._filter(tenant, **filters))
+        who, reason = _who(by), "cancelled by request" if action == "cancel" else ""
+        asked = NewAction(
+            id="" if dry_run else _action_id(wanted.tenant, who.user, idempotency_key),
+            tenant=wanted.tenant,
+            user=who.user,
+            action=action,
+            filter=wanted,
+            priority=priority,
+            why=reason if why is None else checked_name("why", why, most=1000),
+        )
+        if dry_run:
+            return await self.store.read(actions.try_out, asked, self.store.statement_context)
+        return await self.store.write(actions.begin, asked, self.store.acting(who))
+
+    async def carry_out(self, action_id: str) -> RunAction | None:
+        """Do what is left of an action, and return it; None if it is finished, or another process carries it out."""
+        taken = await self.store.write(actions.take, action_id, self.store.statement_context)
+        return None if taken is None else await self._carrier.carry_out(taken)
+
+    async def action(self, action_id: str, *, tenant: str | None = None) -> RunAction:
+        """How far an action on runs came. Raises ``RunNotFound`` if there is none of this id."""
+        known = checked_id(action_id)
+        found = await self.store.read(actions.get, known, tenant) if known else None
+        if found is None:
+            raise RunNotFound(f"there is no action {action_id!r} on runs")
+        return found
+
+    async def actions(self, *, tenant: str = "", user: str | int | None = None, limit: int = 50) -> list[RunAction]:
+        """The actions on runs of the last month, newest first."""
+        checked_int("limit", limit, 1, 1000)
+        whose = _name_or_none("user", user)
+        return await self.store.read(actions.recent, checked_name("tenant", tenant), whose, limit)
+
+    async def _announce_created(self, submissions: Sequence[Submission], answers: Sequence[Answer]) -> None:
+        new = [run_of_answer(*pair, {}) for pair in zip(submissions, answers, strict=True) if isinstance(pair[1], Created)]
+        runs = [each for each in new if isinstance(each, Run)]
+        for run in runs:
+            self._tell("created", run.model)
+        await self._announce(runs)
 
     async def cancel(
         self,
@@ -352,17 +491,12 @@ class RunEngine:
         run = await self.get(run_id, tenant=tenant)
         if refusal := run.retry_refusal:
             raise IllegalTransition(refusal)
-        options = SubmitOptions(
-            idempotency_key=idempotency_key,
-            user=run.user,
-            tenant=run.tenant,
-            queue=run.queue,
-            priority=run.priority,
-            cost=run.asked_cost,
-            seed=run.seed,
-        )
+        options = _retry_options(run, idempotency_key)
         who = _who(by)
         return await self.submit_run(run.model, run.parameters, options, retry_of=run.id, by=who)
+
+    def _retry_submission(self, run: Run) -> Submission:
+        return self._builder.submission(run.model, run.parameters, _retry_options(run), retry_of=run.id)
 
     async def result(self, run_id: str, *, tenant: str | None = None) -> Any:
         """What the run returned. Raises :class:`~semel.errors.RunNotComplete` unless it succeeded."""
@@ -799,6 +933,58 @@ def _who(by: Actor | None) -> Actor:
     checked_choice("the entrance of an actor", by.entrance, get_args(Entrance))
     names = {name: checked_name(name, getattr(by, name), most=1000) for name in Actor.__struct_fields__}
     return msgspec.structs.replace(by, **names)
+
+
+def _retry_options(run: Run, idempotency_key: str | None = None) -> SubmitOptions:
+    return SubmitOptions(
+        idempotency_key=idempotency_key,
+        user=run.user,
+        tenant=run.tenant,
+        queue=run.queue,
+        priority=run.priority,
+        cost=run.asked_cost,
+        seed=run.seed,
+    )
+
+
+def _of_statuses(action: ActionKind, wanted: Filter) -> Filter:
+    """The filter with the statuses that the action can change. Raises InvalidRequest if it names others, or nothing."""
+    able = actions.STATUSES[action]
+    if not actions.described(wanted):
+        everything = " and ".join(able)
+        raise InvalidRequest(f"name at least one filter; the status {everything} stands for all runs that can change")
+    if wrong := [each for each in wanted.status or () if each not in able]:
+        raise InvalidRequest(f"{action} changes runs that are {' or '.join(able)}, not {wrong[0]}")
+    return msgspec.structs.replace(wanted, status=list(able) if wanted.status is None else list(wanted.status))
+
+
+def _action_id(tenant: str, user: str, key: str | None) -> str:
+    """A new id; with a key, always the same one for the same user."""
+    if key is None:
+        return new_id()
+    named = "\0".join(("action", tenant, user, checked_run_key("idempotency_key", key)))
+    return str(UUID(bytes=sha256(named.encode()).digest()[:16], version=8))
+
+
+def _checked_parameters(wanted: object) -> dict[str, ParameterValue]:
+    if not isinstance(wanted, Mapping):
+        raise InvalidRequest('parameter is a mapping of names and values, such as {"region": "north"}')
+    for name, value in wanted.items():
+        checked_name("the name of a parameter", name, most=1000, empty=False)
+        number = isinstance(value, int | float) and abs(value) < 2**63  # larger ones differ between databases
+        if not (value is None or isinstance(value, str) or number):
+            raise InvalidRequest(f"runs are found by a text, a number, true, false or null, not by {value!r:.80}")
+        if isinstance(value, str) and (len(value) > 1000 or "\0" in value or not _is_text(value)):
+            raise InvalidRequest(f"the value of {name!r:.80} must be a text of at most 1000 characters, without NUL")
+    return dict(wanted)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _name_or_none(what: str, value: object) -> str | None:

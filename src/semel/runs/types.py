@@ -370,6 +370,56 @@ class Pause(Struct, frozen=True):
         return f"the {self.kind} {self.name!r} is paused" + (f" ({about})" if about else "")
 
 
+ActionKind: TypeAlias = Literal["cancel", "retry", "set_priority"]
+ActionState: TypeAlias = Literal["dry_run", "running", "finished"]
+
+
+class RunAction(Struct, frozen=True, kw_only=True):
+    """What somebody does to all runs that match a filter, and how far it came."""
+
+    id: str
+    """Empty if it is a dry run."""
+    tenant: str
+    user: str
+    """Who asked for it."""
+    action: ActionKind
+    filter: Any
+    """Which runs: a :class:`semel.runs.store.queries.Filter`."""
+    priority: int | None = None
+    why: str = ""
+    matched: int
+    """How many runs matched when it began."""
+    done: int = 0
+    """How many were changed."""
+    failed: int = 0
+    """How many could not be changed; ``error`` says why, of the first of them."""
+    skipped: int = 0
+    """How many needed no change any more: they had ended, or were retried already."""
+    error: str | None = None
+    created_us: int
+    finished_us: int | None = None
+    lease_until_us: int = 0
+    reached: str | None = None
+    """The last run that it came to; it goes from the newest to the oldest."""
+
+    @property
+    def state(self) -> ActionState:
+        """Whether it is finished."""
+        if not self.id:
+            return "dry_run"
+        return "running" if self.finished_us is None else "finished"
+
+    @property
+    def created_at(self) -> datetime:
+        """When it began."""
+        return moment(self.created_us)
+
+    @property
+    def finished_at(self) -> datetime | None:
+        """When it was finished."""
+        return None if self.finished_us is None else moment(self.finished_us)
+
+
 class Waiting(Struct, frozen=True, kw_only=True):
     """Why a run is pending, since when, and its place in the queue (1 is next; None while it is not due)."""
 

@@ -6,12 +6,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     ColumnElement,
     CompoundSelect,
@@ -28,6 +29,8 @@ from sqlalchemy import (
     select,
     union_all,
 )
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot
 from semel.db.schema import (
@@ -60,6 +63,9 @@ from semel.runs.types import (
     id_at,
     run_of,
 )
+
+if TYPE_CHECKING:
+    from sqlalchemy.sql.compiler import SQLCompiler
 
 WORKER_SILENCE_US = 45 * MICRO
 """A worker that was not seen for this long counts as dead."""
@@ -122,8 +128,39 @@ STALLED = and_(
 """True for a run that is alive and makes no progress; see ``Run.stalled_us``."""
 
 
-class Filter(Struct, frozen=True, kw_only=True):
-    """Which runs to list; None matches any. ``key`` and ``payload_hash`` match exactly."""
+ParameterValue: TypeAlias = str | int | float | bool | None
+"""The value of a parameter that runs are found by."""
+
+
+class _HasParameter(FunctionElement[bool]):
+    """True if the first argument, a JSON object as text, has the second as a name, with the value of the third, which
+    is a JSON array of one value. Numbers are equal if their values are: 3 is 3.0.
+    """
+
+    inherit_cache = True
+    type = Boolean()
+
+
+@compiles(_HasParameter, "sqlite")
+def _has_parameter_on_sqlite(element: _HasParameter, compiler: SQLCompiler, **options: Any) -> str:
+    column, name, value = (compiler.process(each, **options) for each in element.clauses)
+    numbers = "('integer', 'real')"
+    return (
+        f"EXISTS (SELECT 1 FROM json_each({column}) AS j, json_each({value}) AS v WHERE j.key = {name} "
+        f"AND j.atom IS v.atom AND (j.type = v.type OR (j.type IN {numbers} AND v.type IN {numbers})))"
+    )
+
+
+@compiles(_HasParameter, "postgresql")
+def _has_parameter_on_postgres(element: _HasParameter, compiler: SQLCompiler, **options: Any) -> str:
+    """A text with the character NUL is JSON, but not PostgreSQL's: it would refuse the whole statement."""
+    column, name, value = (compiler.process(each, **options) for each in element.clauses)
+    found = f"CAST({column} AS jsonb) -> CAST({name} AS text) = CAST({value} AS jsonb) -> 0"
+    return f"CASE WHEN strpos({column}, '\\u0000') = 0 THEN {found} ELSE false END"
+
+
+class Filter(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Which runs to list; None matches any. ``key``, ``payload_hash`` and ``worker`` match exactly."""
 
     tenant: str = ""
     status: Sequence[str] | None = None
@@ -136,6 +173,12 @@ class Filter(Struct, frozen=True, kw_only=True):
     until_us: int | None = None
     stalled: bool = False
     """Only those that are alive and make no progress."""
+    worker: str | None = None
+    """The id of the worker that has the run, or had it last."""
+    error: str | None = None
+    """Part of the last error; upper and lower case differ."""
+    parameters: Mapping[str, ParameterValue] | None = None
+    """Values of parameters: all of them must be equal."""
     ids: Sequence[str] | None = None
     """Only these."""
     inline: bool = False
@@ -157,7 +200,15 @@ class Filter(Struct, frozen=True, kw_only=True):
     @property
     def table(self) -> Table:
         """Where these runs are found: what was submitted is enough to know, unless their state matters."""
-        return submitted if self.status is None and not self.stalled else runs
+        return runs if self._asks_for_state else submitted
+
+    @property
+    def _asks_for_state(self) -> bool:
+        return self.status is not None or self.stalled or self.worker is not None or self.error is not None
+
+    def without_state(self) -> Filter:
+        """The same without conditions on the state of a run."""
+        return msgspec.structs.replace(self, status=None, stalled=False, worker=None, error=None)
 
     @property
     def order(self) -> ColumnElement[str]:
@@ -169,7 +220,12 @@ class Filter(Struct, frozen=True, kw_only=True):
 
     def is_met_by(self, run: Run) -> bool:
         """Whether a run that met the filter a moment ago still does: all but its state is for ever."""
-        return (self.status is None or run.status in self.status) and (not self.stalled or run.stalled_us is not None)
+        return (
+            (self.status is None or run.status in self.status)
+            and (not self.stalled or run.stalled_us is not None)
+            and (self.worker is None or run.worker == self.worker)
+            and (self.error is None or self.error in (run.last_error or ""))
+        )
 
     def conditions(self, table: FromClause = runs) -> list[Any]:
         """The filter as SQL conditions on its table or some rows of it, or on the view of all runs."""
@@ -195,6 +251,13 @@ class Filter(Struct, frozen=True, kw_only=True):
             found.append(table.c.created_us < self.until_us)
         if self.stalled:
             found.append(STALLED)
+        if self.worker is not None:
+            found.append(runs.c.worker == self.worker)
+        if self.error is not None:  # unlike LIKE, this is the same on both databases
+            found.append(func.replace(runs.c.last_error, self.error, "") != runs.c.last_error)
+        for name, value in (self.parameters or {}).items():
+            wanted_value = msgspec.json.encode([value]).decode()
+            found.append(_HasParameter(table.c.parameters, literal(name), literal(wanted_value)))
         if self.ids is not None:
             found.append(self.order.in_(self.ids))
         return found
@@ -349,6 +412,20 @@ def find(conn: Connection, wanted: Filter, before: str | None, limit: int) -> li
     return _find(conn, wanted, before, limit, count)
 
 
+def next_ids(conn: Connection, wanted: Filter, before: str | None, limit: int) -> list[str]:
+    """The newest ids, before this one, of runs that meet the filter: fewer than ``limit`` if there are no more."""
+    before = min((each for each in (before, wanted.last_id) if each is not None), default=None)
+    count = _count_of_model(conn, wanted)
+    return [] if count == 0 else _find(conn, wanted, before, limit, count)
+
+
+def count_matching(conn: Connection, wanted: Filter) -> int:
+    """How many runs meet the filter. Looks at each of them."""
+    bounds = _within(wanted.order, wanted.first_id, wanted.last_id)
+    query = select(func.count()).select_from(wanted.table).where(*wanted.conditions(wanted.table), *bounds)
+    return conn.scalar(query) or 0
+
+
 def _find(conn: Connection, wanted: Filter, before: str | None, limit: int, count: int | None) -> list[str]:
     """The newest ids of runs that meet the filter, up to ``limit`` of them; fewer if there are no more.
 
@@ -430,8 +507,8 @@ def _among(conn: Connection, wanted: Filter, first: str | None, before: str | No
     """The filter, with the ids of the range that all but a state allows, if it asks for one."""
     if wanted.table is submitted:
         return wanted
-    stateless = msgspec.structs.replace(wanted, status=None, stalled=False)
-    return msgspec.structs.replace(wanted, ids=_ids_in(conn, stateless, first, before, 10 * _FEW))
+    ids = _ids_in(conn, wanted.without_state(), first, before, 10 * _FEW)
+    return msgspec.structs.replace(wanted, ids=ids)
 
 
 def _time_of(run_id: str | None) -> int:

@@ -390,13 +390,17 @@ FROM semel_active AS a WHERE a.lease_until_us IS NOT NULL AND a.cancel_us IS NOT
 """
 
 _FIXED = ("id", "tenant", "user_id", "model", "queue", "priority", "lease_us")
-_ILLEGAL = f"""
+
+
+def _illegal(fixed: Sequence[str]) -> str:
+    """True for a change of an active run that is refused; these columns never change."""
+    return f"""
      (OLD.lease_until_us IS NULL AND NEW.lease_until_us IS NOT NULL AND NEW.fence <= OLD.fence)
   OR (OLD.fence <> NEW.fence AND NOT (OLD.lease_until_us IS NULL AND NEW.lease_until_us IS NOT NULL))
   OR ((OLD.lease_until_us IS NULL) <> (NEW.lease_until_us IS NULL) AND NEW.version <= OLD.version)
   OR NEW.version < OLD.version
   OR (OLD.lease_until_us IS NOT NULL AND NEW.lease_until_us IS NOT NULL AND OLD.worker <> NEW.worker)
-  OR {" OR ".join(f"OLD.{name} <> NEW.{name}" for name in _FIXED)}
+  OR {" OR ".join(f"OLD.{name} <> NEW.{name}" for name in fixed)}
 """
 
 
@@ -922,7 +926,7 @@ def _guard(postgres: bool) -> None:
     refused = {
         ("semel_runs", "UPDATE"): "true",
         ("semel_attempts", "UPDATE"): "true",
-        ("semel_active", "UPDATE"): _ILLEGAL,
+        ("semel_active", "UPDATE"): _illegal(_FIXED),
         ("semel_active", "INSERT"): "NEW.version <> 1 OR NEW.fence <> 0 OR NEW.lease_until_us IS NOT NULL",
     }
     if postgres:
@@ -933,17 +937,28 @@ BEGIN
 END $$
 """)
     for (table, event), when in refused.items():
-        name = f"{table}_{'guard' if event == 'UPDATE' else 'born'}"
-        if postgres:
-            op.execute(
-                f"CREATE TRIGGER {name} BEFORE {event} ON {table} FOR EACH ROW WHEN ({when}) "
-                "EXECUTE FUNCTION semel_refuse_transition()"
-            )
-        else:
-            op.execute(
-                f"CREATE TRIGGER {name} BEFORE {event} ON {table} FOR EACH ROW WHEN {when} "
-                f"BEGIN SELECT RAISE(ABORT, 'semel: illegal change of a row of {table}'); END"
-            )
+        _refuse(table, event, when, postgres)
+
+
+def _refuse(table: str, event: str, when: str, postgres: bool) -> None:
+    name = f"{table}_{'guard' if event == 'UPDATE' else 'born'}"
+    if postgres:
+        op.execute(
+            f"CREATE TRIGGER {name} BEFORE {event} ON {table} FOR EACH ROW WHEN ({when}) "
+            "EXECUTE FUNCTION semel_refuse_transition()"
+        )
+    else:
+        op.execute(
+            f"CREATE TRIGGER {name} BEFORE {event} ON {table} FOR EACH ROW WHEN {when} "
+            f"BEGIN SELECT RAISE(ABORT, 'semel: illegal change of a row of {table}'); END"
+        )
+
+
+def guard_active(fixed: Sequence[str] = _FIXED) -> None:
+    """Make the trigger that refuses changes of an active run again: these columns never change."""
+    postgres = op.get_bind().dialect.name == "postgresql"
+    op.execute(f"DROP TRIGGER semel_active_guard{' ON semel_active' if postgres else ''}")
+    _refuse("semel_active", "UPDATE", _illegal(fixed), postgres)
 
 
 def states(submitted: Sequence[str], ended: dict[str, str], postgres: bool, added: Sequence[str] = ()) -> str:
