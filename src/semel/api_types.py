@@ -11,9 +11,22 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
+from semel._validation import MAX_INT
 from semel.errors import InvalidRequest
 from semel.runs.diff import Drift
-from semel.runs.types import MAX_COST, MAX_SEED, TERMINAL, Action, PauseKind, Quota, Status, Usage
+from semel.runs.types import (
+    MAX_COST,
+    MAX_SEED,
+    TERMINAL,
+    Action,
+    ActionKind,
+    ActionState,
+    ParameterValue,
+    PauseKind,
+    Quota,
+    Status,
+    Usage,
+)
 from semel.types import Entrance
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -194,6 +207,68 @@ class RemotePause(Struct, frozen=True, kw_only=True):
     by: str
     why: str
     pending: Annotated[int, Meta(description="How many of its runs are pending.")]
+
+
+class RunFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which runs an action changes: those that meet all of these."""
+
+    status: Annotated[list[Status] | None, Meta(description="Any of these; by default all that can be changed.")] = None
+    model: Annotated[str, Meta(max_length=1000)] | None = None
+    user: Annotated[
+        Annotated[str, Meta(max_length=1000)] | None, Meta(description="Others than oneself: for operators.")
+    ] = None
+    queue: Annotated[str, Meta(max_length=1000)] | None = None
+    worker: Annotated[
+        Annotated[str, Meta(max_length=1000)] | None,
+        Meta(description="The id of the worker that has the run, or had it last."),
+    ] = None
+    error: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=1000)] | None, Meta(description="Part of the last error.")
+    ] = None
+    parameters: Annotated[
+        dict[str, ParameterValue] | None,
+        Meta(description="Values of parameters: texts, numbers, true, false or null.", examples=[{"region": "north"}]),
+    ] = None
+    since: Annotated[datetime | None, Meta(description="Submitted at this time or later.")] = None
+    until: Annotated[datetime | None, Meta(description="Submitted before this time.")] = None
+    stalled: Annotated[bool, Meta(description="Only runs that make no progress although their worker is alive.")] = (
+        False
+    )
+
+
+class ActionRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to do to all runs that match a filter."""
+
+    action: ActionKind
+    filter: RunFilter
+    priority: Annotated[
+        Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None,
+        Meta(description="For set_priority: higher ones first."),
+    ] = None
+    why: Annotated[
+        Annotated[str, Meta(max_length=1000)] | None,
+        Meta(description="The reason of a cancellation.", examples=["the data was wrong"]),
+    ] = None
+    dry_run: Annotated[bool, Meta(description="Only count the runs that match.")] = False
+
+
+class RemoteRunAction(Struct, frozen=True, kw_only=True):
+    """An action on all runs that match a filter, and how far it came."""
+
+    action_id: Annotated[str | None, Meta(description="null for a dry run.")]
+    action: ActionKind
+    state: ActionState
+    filter: RunFilter
+    priority: int | None
+    why: str
+    user: Annotated[str, Meta(description="Who asked for it.")]
+    matched: Annotated[int, Meta(description="How many runs matched when it began.")]
+    done: Annotated[int, Meta(description="How many were changed.")]
+    failed: Annotated[int, Meta(description="How many could not be changed.")]
+    skipped: Annotated[int, Meta(description="How many needed no change any more.")]
+    error: Annotated[str | None, Meta(description="Why the first that failed could not be changed.")]
+    created_at: datetime
+    finished_at: datetime | None
 
 
 class RunPage(Struct, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ GROUPS = {
         "result": ("runs", "Print the result of a run, or one of its artifacts"),
         "cancel": ("runs", "Cancel runs"),
         "retry": ("runs", "Submit failed or cancelled runs again"),
+        "priority": ("runs", "Change the priority of pending runs"),
         "pause": ("pauses", "Pause a queue or a model: nothing new starts"),
         "resume": ("pauses", "Resume a queue or a model"),
         "rerun": ("manifest", "Run a run again, and say what changed since"),

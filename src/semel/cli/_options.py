@@ -267,11 +267,10 @@ PARAMETER, JSON_OBJECT, JSON_VALUE = (
 )
 
 run_argument = argument("run", help="The run's id, or at least six characters from its beginning or end.")
-runs_argument = argument(
+runs_or_filters = argument(
     "runs",
     nargs=-1,
-    required=True,
-    metavar="RUN...",
+    metavar="[RUN...]",
     help="Ids of runs, or at least six characters from the beginning or end of one.",
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -1,4 +1,4 @@
-"""Commands on runs, through a server: submit, list, show, wait, logs, result, cancel, retry."""
+"""Commands on runs, through a server: submit, list, show, wait, logs, result, cancel, retry, priority."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from semel.cli._options import (
     examples,
     option,
     run_argument,
-    runs_argument,
+    runs_or_filters,
 )
 from semel.cli._output import (
     Progress,
@@ -52,8 +52,9 @@ from semel.errors import InvalidRequest, SemelError
 from semel.redaction import printable
 
 if TYPE_CHECKING:
-    from semel.api_types import RemoteLogLine, RemoteRun, RemoteWaiting
+    from semel.api_types import RemoteLogLine, RemoteRun, RemoteRunAction, RemoteWaiting
     from semel.client import Client
+    from semel.runs.types import ActionKind
 
 STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
 STATUS = click.Choice(STATUSES, case_sensitive=False)
@@ -195,29 +196,56 @@ def _duration(run: RemoteRun) -> str | None:
     return f"{run.progress:.0%}" if run.progress is not None and run.status == "RUNNING" else None
 
 
+def run_filters(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose runs."""
+    status = f"[{'|'.join(STATUSES)}]"
+    about = "Only runs with this value of a parameter, parsed as semel submit does; may be repeated."
+    for add in (
+        option("--until", type=TIME, help="Only runs submitted before then."),
+        option("--since", type=TIME, help="Only runs submitted since then: 2h, 2030-01-31."),
+        option("--stalled", is_flag=True, help="Only runs that are stalled: running without progress."),
+        option("--parameter", type=PARAMETER, multiple=True, metavar="name=value", help=about),
+        option("--error", metavar="TEXT", help="Only runs whose last error contains this."),
+        option("--worker", metavar="ID", help="Only runs that this worker has, or had last."),
+        option("--queue", metavar="QUEUE", help="Only runs of this queue."),
+        option("--user", metavar="USER", help="Only runs of this user."),
+        option("--model", metavar="MODEL", help="Only runs of this model."),
+        option(
+            "--status",
+            type=STATUS,
+            metavar=status,
+            multiple=True,
+            help="Only runs with this status; may be repeated.",
+        ),
+    ):
+        function = add(function)
+    return function
+
+
+def _chosen(filters: dict[str, Any]) -> dict[str, Any]:
+    """The filters that were given, as the client takes them."""
+    parameter = dict(filters["parameter"])
+    if len(parameter) < len(filters["parameter"]):
+        raise InvalidRequest("--parameter names the same parameter twice")
+    chosen = {**filters, "status": list(filters["status"]), "parameter": parameter}
+    return {name: value for name, value in chosen.items() if value not in (None, [], {}, False)}
+
+
 @command
-@examples("semel runs --status FAILED --since 2h", "semel runs --model baseline_forecast_v1 --watch")
-@option(
-    "--status",
-    type=STATUS,
-    metavar=f"[{'|'.join(STATUSES)}]",
-    multiple=True,
-    help="Only runs with this status; may be repeated.",
+@examples(
+    "semel runs --status FAILED --since 2h",
+    "semel runs --error TimeoutError --parameter region=north",
+    "semel runs --model baseline_forecast_v1 --watch",
 )
-@option("--model", metavar="MODEL", help="Only runs of this model.")
-@option("--user", metavar="USER", help="Only runs of this user.")
-@option("--queue", metavar="QUEUE", help="Only runs of this queue.")
+@run_filters
 @option("--key", "idempotency_key", metavar="KEY", help="Only runs submitted with this key.")
-@option("--stalled", is_flag=True, help="Only runs that are stalled: running without progress.")
-@option("--since", type=TIME, help="Only runs submitted since then: 2h, 2030-01-31.")
-@option("--until", type=TIME, help="Only runs submitted before then.")
 @option("--limit", type=POSITIVE, default=20, help="How many to list.")
 @option("--parameters", is_flag=True, help="With --json: include the parameters.")
 @option("--watch", type=SPAN, is_flag=False, flag_value="2s", metavar="[TIME]", help="Repeat (every 2s) until Ctrl-C.")
 @through_server
 def runs(client: Client, limit: int, watch: float | None, as_json: bool, **filters: Any) -> int | None:
     """List runs, newest first. Submitters see their own runs, operators all."""
-    filters |= {"status": list(filters["status"]) or None, "parameters": filters["parameters"] and as_json}
+    filters = {**_chosen(filters), "parameters": filters["parameters"] and as_json}
     if watch is None:
         _list(client, limit, as_json, filters)
         return None
@@ -312,14 +340,34 @@ def format_progress(progress: float | None, about: str | None) -> str | None:
     return f"{percent}{about or ''}".strip() or None
 
 
+def act_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of an action on all runs that match: the filters, ``--dry-run`` and ``--yes``."""
+    for add in (
+        option("--yes", "-y", is_flag=True, help="Do not ask for confirmation."),
+        option("--dry-run", is_flag=True, help="Only print how many runs match."),
+        run_filters,
+    ):
+        function = add(function)
+    return function
+
+
 @command
-@examples("semel cancel 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77 --why 'the data was wrong'")
-@runs_argument
+@examples(
+    "semel cancel 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77 --why 'the data was wrong'",
+    "semel cancel --status PENDING --queue gpu",
+)
+@runs_or_filters
 @option("--why", metavar="TEXT", help="The reason, recorded in the timeline.")
+@act_options
 @through_server
-def cancel(client: Client, runs: tuple[str, ...], why: str | None, as_json: bool) -> int:
-    """Cancel runs. A pending run ends at once; a running one is asked to stop, and gets time to clean up."""
+def cancel(client: Client, runs: tuple[str, ...], why: str | None, as_json: bool, **options: Any) -> int:
+    """Cancel runs. A pending run ends at once; a running one is asked to stop, and gets time to clean up.
+
+    Without ids, all runs that match the options: their number is shown first.
+    """
     reason = {} if why is None else {"why": why}
+    if not _is_by_id(runs, options):
+        return _act(client, "cancel", options, as_json, why=why)
 
     def describe(run: RemoteRun) -> str:
         return f"{run.run_id} {run.status if run.done else 'will be cancelled'}"
@@ -328,15 +376,93 @@ def cancel(client: Client, runs: tuple[str, ...], why: str | None, as_json: bool
 
 
 @command
-@examples("semel retry 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77")
-@runs_argument
+@examples(
+    "semel retry 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77",
+    "semel retry --status FAILED --model baseline_forecast_v1 --since 2h",
+)
+@runs_or_filters
+@act_options
 @through_server
-def retry(client: Client, runs: tuple[str, ...], as_json: bool) -> int:
+def retry(client: Client, runs: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Submit failed or cancelled runs again, each as a new run, and print the new ids.
 
-    The old run does not change. Retrying it twice creates one new run.
+    The old run does not change. While the new run is pending or running, retrying the old one finds it.
+    Without ids, all runs that match the options: their number is shown first.
     """
+    if not _is_by_id(runs, options):
+        return _act(client, "retry", options, as_json)
     return _each(client, runs, client.retry, lambda run: run.run_id, as_json)
+
+
+@command
+@examples("semel priority 10 --model baseline_forecast_v1 --user alice", "semel priority -- -5 --queue gpu")
+@argument("priority", type=PRIORITY, metavar="N", help="The new priority; higher ones run first.")
+@act_options
+@through_server
+def priority(client: Client, priority: int, as_json: bool, **options: Any) -> int:
+    """Change the priority of all pending runs that match the options. Their number is shown first."""
+    return _act(client, "set_priority", options, as_json, priority=priority)
+
+
+def _is_by_id(runs: tuple[str, ...], options: dict[str, Any]) -> bool:
+    """Whether runs are named by their ids, and not by filters."""
+    given = [name for name, value in options.items() if value not in (None, (), False) and name != "yes"]
+    if runs and given:
+        raise click.UsageError(f"give either ids of runs or filters, not both: --{given[0].replace('_', '-')}")
+    if not runs and not given:
+        raise click.UsageError("give ids of runs, or filters such as --status and --queue")
+    return bool(runs)
+
+
+_ACTED = {"cancel": "cancelled", "retry": "retried", "set_priority": "changed"}
+
+
+def _act(client: Client, action: ActionKind, options: dict[str, Any], as_json: bool, **how: Any) -> int:
+    """Act on all runs that match, after their number was shown and confirmed."""
+    yes, dry_run = options.pop("yes"), options.pop("dry_run")
+    filters = _chosen(options)
+    if not filters:
+        raise click.UsageError("give at least one filter, such as --status and --queue")
+    tried = client.act(action, **how, **filters, dry_run=True)
+    match = "1 run matches" if tried.matched == 1 else f"{tried.matched:,} runs match"
+    if dry_run or not tried.matched:
+        print_result(as_json, tried, match)
+        return 0
+    if not yes:
+        if not sys.stdin.isatty():
+            raise InvalidRequest(f"{match}; add --yes to act on them without being asked")
+        click.confirm(f"{match}; shall all of them be {_ACTED[action]}?", abort=True, err=True)
+    key = f"cli-{uuid.uuid4()}"
+    try:
+        acted = _follow(client, client.act(action, **how, **filters, idempotency_key=key), quiet=as_json)
+    except KeyboardInterrupt:
+        note("semel: interrupted; if it had begun, the server goes on with it")
+        return INTERRUPTED
+    print_result(as_json, acted, _summary(acted))
+    if acted.error and not as_json:
+        note(f"semel: {acted.error}")
+    return 1 if acted.failed else 0
+
+
+def _follow(client: Client, acted: RemoteRunAction, *, quiet: bool) -> RemoteRunAction:
+    """Wait until the action is finished, and print its progress."""
+    pause, shown = 0.05, 0
+    while acted.state == "running":
+        time.sleep(pause)
+        pause = min(1.0, pause * 1.5)
+        acted = client.action(acted.action_id or "")
+        count = acted.done + acted.failed + acted.skipped
+        if count != shown and acted.state == "running" and not quiet:
+            note(f"{count:,} of {acted.matched:,}")
+            shown = count
+    return acted
+
+
+def _summary(acted: RemoteRunAction) -> str:
+    parts = [f"{acted.done:,} {_ACTED[acted.action]}"]
+    parts += [f"{acted.skipped:,} skipped"] if acted.skipped else []
+    parts += [f"{acted.failed:,} failed"] if acted.failed else []
+    return ", ".join(parts)
 
 
 def _each(

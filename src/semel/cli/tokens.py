@@ -14,7 +14,7 @@ from semel.errors import InvalidRequest
 if TYPE_CHECKING:
     from semel.service.auth.tokens import Issued, Token
 
-ROLES = click.Choice(["submitter", "operator", "admin"])
+ROLES = click.Choice(["viewer", "submitter", "operator", "admin"])
 
 
 @group
@@ -22,7 +22,8 @@ def token() -> None:
     """Create, list, rotate and revoke tokens for the server.
 
     A token identifies its user and grants a role: submitters have their own runs, operators see all runs, admins also
-    manage tokens, quotas and keys. Without any token, the server accepts requests from this machine only.
+    manage tokens, quotas and keys; viewers see all that, and change nothing. Without any token, the server accepts
+    requests from this machine only.
     """
 
 

@@ -20,6 +20,7 @@ from semel import typed_json
 from semel._validation import nearest
 from semel.api_types import (
     ActionPage,
+    ActionRequest,
     BulkAnswer,
     LogPage,
     PauseRequest,
@@ -30,11 +31,13 @@ from semel.api_types import (
     RemotePause,
     RemoteRerun,
     RemoteRun,
+    RemoteRunAction,
     RemoteStep,
     RemoteSummary,
     RemoteUsage,
     RemoteWaiting,
     RemoteWorker,
+    RunFilter,
     RunPage,
     WaitingAnswer,
 )
@@ -44,7 +47,7 @@ from semel.client.streaming import Streams
 from semel.client.waiting import Progress, RunWaiter
 from semel.errors import InvalidRequest, RunNotFound, SemelError, ServerUnreachable, ServiceError
 from semel.runs.diff import Drift, RunDiff
-from semel.runs.types import Manifest, Quota, checked_id
+from semel.runs.types import ActionKind, Manifest, ParameterValue, Quota, RunFilters, checked_id
 from semel.types import Entrance
 
 PAGE = 200
@@ -183,6 +186,9 @@ class RunMethods:
         model: str | None = None,
         user: str | int | None = None,
         queue: str | None = None,
+        worker: str | None = None,
+        error: str | None = None,
+        parameter: Mapping[str, ParameterValue] | None = None,
         idempotency_key: str | None = None,
         payload_hash: str | None = None,
         since: datetime | None = None,
@@ -194,6 +200,8 @@ class RunMethods:
     ) -> AsyncGenerator[RemoteRun, None]:
         """Iterate over runs, newest first, up to ``limit``. ``parameters=True`` includes their parameters.
 
+        ``worker``: the id of the worker that has a run, or had it last; ``error``: part of its last error;
+        ``parameter={"region": "north"}``: a value of its parameters.
         ``stalled=True``: only runs whose worker is alive but whose progress has not changed for ``stall_after``.
         ``id_part``: only runs whose id begins or ends with these characters, at least six.
         """
@@ -202,6 +210,11 @@ class RunMethods:
             "model": model,
             "user": user,
             "queue": queue,
+            "worker": worker,
+            "error": error,
+            "parameter": None
+            if parameter is None
+            else [f"{name}={_as_json(value)}" for name, value in parameter.items()],
             "idempotency_key": idempotency_key,
             "payload_hash": payload_hash,
             "since": None if since is None else since.isoformat(),
@@ -213,6 +226,47 @@ class RunMethods:
         return self.session.paginate(
             "/runs", RunPage, lambda page: page.runs, filters=filters, limit=limit, page_size=PAGE
         )
+
+    async def act(
+        self,
+        action: ActionKind,
+        *,
+        priority: int | None = None,
+        why: str | None = None,
+        dry_run: bool = False,
+        idempotency_key: str | None = None,
+        **filters: Unpack[RunFilters],
+    ) -> RemoteRunAction:
+        """Cancel, retry or give a ``priority`` to all runs that match the filters, which are those of :meth:`runs`.
+
+        The server does it in the background: :meth:`action` says how far it came. ``dry_run`` only counts the runs. All
+        attempts carry the same key (``py-client-<uuid>`` by default), so a lost response never begins a second action.
+        """
+        status, user, parameter = filters.get("status"), filters.get("user"), filters.get("parameter")
+        wanted: dict[str, Any] = {
+            **filters,
+            "status": [status] if isinstance(status, str) else status,
+            "user": None if user is None else str(user),
+            "parameters": None if parameter is None else dict(parameter),
+        }
+        wanted.pop("parameter", None)
+        if unknown := wanted.keys() - set(RunFilter.__struct_fields__):
+            raise InvalidRequest(
+                f"there is no filter {min(unknown)!r}; {nearest(min(unknown), RunFilters.__annotations__)}"
+            )
+        body = ActionRequest(action=action, filter=RunFilter(**wanted), priority=priority, why=why, dry_run=dry_run)
+        key = automatic_key() if idempotency_key is None else idempotency_key
+        headers = {"idempotency-key": key}
+        answer = await self.session.request("POST", "/runs/actions", body=body, headers=headers, key=key)
+        return self.session.decode(answer, RemoteRunAction, key=key)
+
+    async def action(self, action_id: str) -> RemoteRunAction:
+        """Return how far an action on runs came."""
+        return await self.session.get(f"/runs/actions/{_quoted('an action', action_id)}", RemoteRunAction)
+
+    async def actions(self, *, limit: int = 50) -> list[RemoteRunAction]:
+        """Return the actions on runs of the last month, newest first."""
+        return await self.session.get("/runs/actions", list[RemoteRunAction], params={"limit": limit})
 
     async def timeline(self, run_id: str) -> list[RemoteStep]:
         """Return the run's state changes, oldest first."""
@@ -389,6 +443,10 @@ class RunMethods:
         return self.session.paginate(
             "/admin/audit", ActionPage, lambda page: page.actions, filters=filters, limit=limit, page_size=PAGE
         )
+
+
+def _as_json(value: ParameterValue) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _pause_path(queue: str | None, model: str | None) -> str:

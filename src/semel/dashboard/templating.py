@@ -200,7 +200,7 @@ def _render(scope: Any, caller: Principal | None, template: str, **data: Any) ->
     frame = {
         **_links(scope.get("root_path", "")),
         "caller": caller,
-        "navigation": [each for each in NAVIGATION if caller is not None and caller.may(each.role)],
+        "navigation": [each for each in NAVIGATION if caller is not None and caller.sees(each.role)],
         "path": path_of(scope) or "/",
         "theme": theme if theme in THEMES else "",
         "now_us": time.time_ns() // 1000,

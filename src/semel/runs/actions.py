@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import datetime
-from typing import TypedDict
+from collections.abc import Awaitable, Callable, Sequence
 
 from semel.errors import SemelError, StoreUnavailable
 from semel.runs.store import RunStore, actions, queries
 from semel.runs.store.actions import Batch
-from semel.runs.store.queries import ParameterValue
 from semel.runs.store.submit import Answer, Submission
 from semel.runs.types import ActionKind, Run, RunAction
 
 BATCH: dict[ActionKind, int] = {"cancel": 500, "retry": 50, "set_priority": 500}
 """Runs that one transaction changes. Those of a retry have all their parameters in memory."""
-
-
-class RunFilters(TypedDict, total=False):
-    """Which runs an action changes: those that meet all of these."""
-
-    status: str | Sequence[str] | None
-    model: str | None
-    user: str | int | None
-    queue: str | None
-    worker: str | None
-    error: str | None
-    parameter: Mapping[str, ParameterValue] | None
-    since: datetime | None
-    until: datetime | None
-    stalled: bool
 
 
 class ActionCarrier:

@@ -34,7 +34,7 @@ from semel.errors import (
     SemelError,
 )
 from semel.runs import strict_json
-from semel.runs.actions import ActionCarrier, RunFilters
+from semel.runs.actions import ActionCarrier
 from semel.runs.diff import Drift, Rerun, ResultComparison, RunDiff, Section, compare, compare_results, refused
 from semel.runs.diff import drift as find_drift
 from semel.runs.hooks import EventHooks, RunEvent
@@ -61,7 +61,7 @@ from semel.runs.store.actions import NewAction
 from semel.runs.store.audit_log import AuditFilter, AuditPage
 from semel.runs.store.maintenance import Removal
 from semel.runs.store.manifests import manifest_of, with_recorded
-from semel.runs.store.queries import Backlog, Filter, ParameterValue
+from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.submit import Answer, Created, Existing, JobDetails, Submission, one_of_each_group
 from semel.runs.submission import (
     BulkBuilder,
@@ -81,11 +81,13 @@ from semel.runs.types import (
     LogLine,
     Manifest,
     Page,
+    ParameterValue,
     Pause,
     PauseKind,
     Quota,
     Run,
     RunAction,
+    RunFilters,
     Step,
     Summary,
     Usage,
@@ -444,7 +446,8 @@ class RunEngine:
         return await self.store.read(actions.recent, checked_name("tenant", tenant), whose, limit)
 
     async def _announce_created(self, submissions: Sequence[Submission], answers: Sequence[Answer]) -> None:
-        new = [run_of_answer(*pair, {}) for pair in zip(submissions, answers, strict=True) if isinstance(pair[1], Created)]
+        pairs = zip(submissions, answers, strict=True)
+        new = [run_of_answer(each, answer, {}) for each, answer in pairs if isinstance(answer, Created)]
         runs = [each for each in new if isinstance(each, Run)]
         for run in runs:
             self._tell("created", run.model)
@@ -963,7 +966,7 @@ def _action_id(tenant: str, user: str, key: str | None) -> str:
     if key is None:
         return new_id()
     named = "\0".join(("action", tenant, user, checked_run_key("idempotency_key", key)))
-    return str(UUID(bytes=sha256(named.encode()).digest()[:16], version=8))
+    return str(UUID(bytes=sha256(named.encode()).digest()[:16], version=5))
 
 
 def _checked_parameters(wanted: object) -> dict[str, ParameterValue]:

@@ -6,10 +6,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, get_args
 
 import msgspec
 from msgspec import Struct, StructMeta
@@ -370,8 +370,25 @@ class Pause(Struct, frozen=True):
         return f"the {self.kind} {self.name!r} is paused" + (f" ({about})" if about else "")
 
 
+ParameterValue: TypeAlias = str | int | float | bool | None
+"""The value of a parameter that runs are found by."""
 ActionKind: TypeAlias = Literal["cancel", "retry", "set_priority"]
 ActionState: TypeAlias = Literal["dry_run", "running", "finished"]
+
+
+class RunFilters(TypedDict, total=False):
+    """Which runs an action changes: those that meet all of these."""
+
+    status: str | Sequence[str] | None
+    model: str | None
+    user: str | int | None
+    queue: str | None
+    worker: str | None
+    error: str | None
+    parameter: Mapping[str, ParameterValue] | None
+    since: datetime | None
+    until: datetime | None
+    stalled: bool
 
 
 class RunAction(Struct, frozen=True, kw_only=True):

@@ -35,6 +35,7 @@ from semel.service.api import (
     ops,
     pauses,
     quotas,
+    run_actions,
     run_manifests,
     run_proofs,
     runs,
@@ -164,6 +165,7 @@ def _litestar(provided: tuple[ControllerRouterHandler, ...]) -> Litestar:
     return _Litestar(
         route_handlers=[
             *runs.HANDLERS,
+            *run_actions.HANDLERS,
             *run_manifests.HANDLERS,
             *run_proofs.HANDLERS,
             *jobs.HANDLERS,

@@ -19,6 +19,7 @@ from semel.service.auth.middleware import Authenticator, Principal
 from semel.service.jobs.configs import Configs
 from semel.service.jobs.internal_worker import InternalWorker
 from semel.service.jobs.providers import load_providers
+from semel.service.run_actions import RunActions
 from semel.service.run_watch import RunWatch
 from semel.service.settings import Settings
 from semel.service.telemetry.access_log import add_run_to_access_log
@@ -56,6 +57,7 @@ class ServiceState:
         """The engine of keys on the app's database, over the same connections."""
         self.auth = Authenticator(self.store, settings)
         self.watch = RunWatch(self.store)
+        self.actions = RunActions(self)
         self.wait_slots = ConcurrencyLimit(settings.max_waiting)
         self.slow_query_lock = asyncio.Lock()
         """Held during slow queries, so that one at most runs at a time."""
@@ -66,7 +68,12 @@ class ServiceState:
         self.internal_worker = InternalWorker(self)
         self.providers = load_providers()
         """The providers of jobs, by name."""
-        self.components: list[Component] = [self.internal_worker, self.watch, WebhookDispatcher(self)]
+        self.components: list[Component] = [
+            self.internal_worker,
+            self.watch,
+            self.actions,
+            WebhookDispatcher(self),
+        ]
         """Opened in this order, and closed in reverse. A provider inserts its own when it is installed."""
         self._opening = asyncio.Lock()
         self._installed = False

@@ -15,6 +15,8 @@ import pytest
 
 from semel import App, Context
 from semel.service import Settings, asgi
+from semel.service.app import _litestar
+from semel.service.jobs.providers import handlers_of
 from support.databases import DATABASES
 from support.service import TokenClient, TokenServer, shared_server
 
@@ -36,6 +38,9 @@ LEAST = {
     "GET /runs": "submitter",
     "POST /runs": "submitter",
     "POST /runs/bulk": "submitter",
+    "GET /runs/actions": "submitter",
+    "POST /runs/actions": "submitter",
+    "GET /runs/actions/{action_id}": "submitter",
     "GET /runs/{run_id}": "submitter",
     "GET /runs/{run_id}/artifacts/{name}": "submitter",
     "POST /runs/{run_id}/cancel": "submitter",
@@ -94,6 +99,7 @@ BODIES: dict[str, Any] = {
     "POST /runs": {"model": "add", "parameters": {"a": 1}},
     "POST /runs/bulk": {"runs": [{"model": "add", "parameters": {"a": 1}}]},
     "POST /api/cloud/jobs/submit": {"config_name_to_load": "nothing"},
+    "POST /runs/actions": {"action": "cancel", "filter": {"queue": "nothing"}},
 }
 QUERIES = {
     "GET /admin/keys": {"scope": "s", "key": "k"},
@@ -191,6 +197,53 @@ def test_every_route_is_open_to_its_least_role_and_closed_below_it_in_either_ten
             if not fits and not (least == ANYBODY and status in (401, 503)):
                 wrong.append((route, seat.role, seat.tenant, status))
     assert wrong == []
+
+
+@pytest.mark.parametrize("tenant", ["", "acme"])
+def test_a_viewer_reads_every_route_of_an_admin_and_writes_none(world: World, tenant: str) -> None:
+    viewer = world.server.admit(f"viewer-{tenant}", "viewer", tenant)
+    admin = next(seat.person for seat in world.seats if (seat.role, seat.tenant) == ("admin", tenant))
+    wrong = []
+    for route, least in LEAST.items():
+        if least == ANYBODY:
+            continue
+        status, told = asked(viewer, route).status_code, asked(admin, route).status_code if route[:3] == "GET" else 403
+        if status != told:
+            wrong.append((route, status, told))
+    assert wrong == []
+
+
+def test_a_viewer_sees_the_runs_of_everybody_and_ends_none(world: World) -> None:
+    viewer = world.server.admit("vera", "viewer")
+    assert world.run in viewer.get("/runs?limit=1000").text
+    assert viewer.get(f"/runs/{world.run}/result").text == '"privy"'
+    for path in (f"/runs/{world.waiting}/cancel", f"/runs/{world.run}/rerun", "/runs", "/nowhere"):
+        refused = viewer.post(path, json={})
+        assert (refused.status_code, refused.json()["error_code"]) == (403, "FORBIDDEN")
+        assert "viewer" in refused.json()["detail"]
+    assert world.alice.get(f"/runs/{world.waiting}").json()["status"] == "PENDING"
+    foreign = world.server.admit("vico", "viewer", "acme")
+    assert world.run not in foreign.get("/runs?limit=1000").text
+    assert foreign.get(f"/runs/{world.run}").status_code == 404
+
+
+def test_a_viewer_writes_nothing_from_any_page(world: World) -> None:
+    """Every route of the dashboard that takes a form, as the application has it."""
+    viewer = world.server.admit("vera", "viewer")
+    application = _litestar(tuple(handlers_of(world.server.state.providers.values())))
+    forms = [
+        route.path_format
+        for route in application.routes
+        for method in getattr(route, "methods", ())
+        if method not in ("GET", "HEAD", "OPTIONS") and route.path_format.startswith("/ui")
+    ]
+    assert len(forms) > 10
+    for path in forms:
+        answer = viewer.post(path.replace("{run_id}", world.waiting), data={}, follow_redirects=False)
+        harmless = path in ("/ui/sign-in", "/ui/sign-out", "/ui/runs/compare")
+        assert harmless or answer.status_code == 403, (path, answer.status_code)
+    for path in ("/", "/ui/runs", "/ui/keys", "/ui/quotas", "/ui/audit", f"/ui/runs/{world.run}"):
+        assert viewer.get(path, follow_redirects=False).status_code == 200, path
 
 
 def test_without_a_token_only_what_is_open_to_anybody_answers(world: World) -> None:

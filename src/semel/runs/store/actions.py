@@ -187,17 +187,16 @@ def find_free(conn: Connection, context: StatementContext) -> str | None:
 
 
 def take(conn: Connection, action_id: str, context: StatementContext) -> RunAction | None:
-    """Take the action, to carry it out; None if it is finished, or another process has it."""
+    """Take the action, to carry it out; None if it is finished, if another process has it, or if a newer release began
+    it with a filter that this one does not know.
+    """
     now = read_clock(conn, context)
     wanted = (run_actions.c.id == action_id, _UNFINISHED, _is_free(now))
     taken = conn.execute(update(run_actions).where(*wanted).values(lease_until_us=now + LEASE_US)).rowcount
-    return get(conn, action_id) if taken else None
-
-
-def release(conn: Connection, action_id: str, context: StatementContext) -> None:
-    """Let another process carry it out at once; of one that stops."""
-    read_clock(conn, context)
-    conn.execute(update(run_actions).where(run_actions.c.id == action_id, _UNFINISHED).values(lease_until_us=0))
+    try:
+        return get(conn, action_id) if taken else None
+    except msgspec.ValidationError:
+        return None
 
 
 @hot

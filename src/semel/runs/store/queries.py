@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -55,6 +55,7 @@ from semel.runs.types import (
     TERMINAL,
     LogLine,
     Page,
+    ParameterValue,
     Run,
     Step,
     Summary,
@@ -128,10 +129,6 @@ STALLED = and_(
 """True for a run that is alive and makes no progress; see ``Run.stalled_us``."""
 
 
-ParameterValue: TypeAlias = str | int | float | bool | None
-"""The value of a parameter that runs are found by."""
-
-
 class _HasParameter(FunctionElement[bool]):
     """True if the first argument, a JSON object as text, has the second as a name, with the value of the third, which
     is a JSON array of one value. Numbers are equal if their values are: 3 is 3.0.
@@ -153,10 +150,8 @@ def _has_parameter_on_sqlite(element: _HasParameter, compiler: SQLCompiler, **op
 
 @compiles(_HasParameter, "postgresql")
 def _has_parameter_on_postgres(element: _HasParameter, compiler: SQLCompiler, **options: Any) -> str:
-    """A text with the character NUL is JSON, but not PostgreSQL's: it would refuse the whole statement."""
     column, name, value = (compiler.process(each, **options) for each in element.clauses)
-    found = f"CAST({column} AS jsonb) -> CAST({name} AS text) = CAST({value} AS jsonb) -> 0"
-    return f"CASE WHEN strpos({column}, '\\u0000') = 0 THEN {found} ELSE false END"
+    return f"(CAST({column} AS jsonb) -> CAST({name} AS text)) = (CAST({value} AS jsonb) -> 0)"
 
 
 class Filter(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -243,24 +238,29 @@ class Filter(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             found.append(has_digest(table.c.payload_hash, self.payload_hash))
         if self.user:
             found.append(table.c.user_id != literal("", literal_execute=True))  # so that the partial index is used
-        if self.status is not None:
-            found.append(has_status(*self.status) if self.status else false())
         if self.since_us is not None:
             found.append(table.c.created_us >= self.since_us)
         if self.until_us is not None:
             found.append(table.c.created_us < self.until_us)
+        if self.ids is not None:
+            found.append(self.order.in_(self.ids))
+        return found + self._of_state() + self._of_parameters(table)
+
+    def _of_state(self) -> list[Any]:
+        found: list[Any] = []
+        if self.status is not None:
+            found.append(has_status(*self.status) if self.status else false())
         if self.stalled:
             found.append(STALLED)
         if self.worker is not None:
             found.append(runs.c.worker == self.worker)
         if self.error is not None:  # unlike LIKE, this is the same on both databases
             found.append(func.replace(runs.c.last_error, self.error, "") != runs.c.last_error)
-        for name, value in (self.parameters or {}).items():
-            wanted_value = msgspec.json.encode([value]).decode()
-            found.append(_HasParameter(table.c.parameters, literal(name), literal(wanted_value)))
-        if self.ids is not None:
-            found.append(self.order.in_(self.ids))
         return found
+
+    def _of_parameters(self, table: FromClause) -> list[Any]:
+        wanted = {name: msgspec.json.encode([value]).decode() for name, value in (self.parameters or {}).items()}
+        return [_HasParameter(table.c.parameters, literal(name), literal(value)) for name, value in wanted.items()]
 
     def _value(self, name: str) -> Any:
         return literal(name, literal_execute=True) if self.inline else name

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
+import msgspec
 from litestar import Request
 from litestar.openapi.spec import Example
 from litestar.params import HeaderParameter, PathParameter, QueryParameter
 
 from semel._validation import checked_name
+from semel.errors import InvalidRequest
 from semel.service.api.problems import ApiError
 from semel.service.auth.middleware import Principal
 from semel.service.auth.tokens import MAIN
@@ -40,6 +43,20 @@ def root_of(request: AnyRequest) -> str:
     return root
 
 
+def parameters_in(texts: Sequence[str]) -> dict[str, Any]:
+    """The parameters in texts such as ``name=value``, whose value is JSON if it is valid JSON, else text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals or name in found:
+            raise InvalidRequest(f"{text!r:.80} must be a parameter, such as name=value, and each name given once")
+        try:
+            found[name] = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            found[name] = value
+    return found
+
+
 def tenant_for(caller: Principal, asked: str | None) -> str:
     """The tenant of a request: the caller's own, or another for admins of the main tenant."""
     if asked is None or asked == caller.tenant:
@@ -50,8 +67,8 @@ def tenant_for(caller: Principal, asked: str | None) -> str:
 
 
 def manages_all_tenants(caller: Principal) -> bool:
-    """Whether they manage every tenant."""
-    return caller.tenant == MAIN and caller.may("admin")
+    """Whether they manage, or see, every tenant."""
+    return caller.tenant == MAIN and caller.sees("admin")
 
 
 def absent(what: str) -> ApiError:

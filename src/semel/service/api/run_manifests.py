@@ -33,7 +33,7 @@ def visible(manifest: Manifest, caller: Principal) -> Manifest:
     """What the caller may see of it: hosts and variables are for operators of the main tenant, as in the list of
     workers; changes of the code that were not committed, for members of the main tenant.
     """
-    if not caller.tenant and caller.may("operator"):
+    if not caller.tenant and caller.sees("operator"):
         return manifest
     environment, code = manifest.environment, manifest.code
     if environment is not None:

@@ -34,7 +34,7 @@ from semel.http.refusals import PROTOCOL_VERSION
 from semel.runs.store import queries
 from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Status
 from semel.service.api import run_events, run_files
-from semel.service.api.params import PAGE_BYTES, AnyRequest, IfNoneMatch, RunId, root_of
+from semel.service.api.params import PAGE_BYTES, AnyRequest, IfNoneMatch, RunId, parameters_in, root_of
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.api.responses import answered, header, json, refusals, tagged
 from semel.service.api.views import log_view, model_view, run_view, step_view, summary_view, waiting_view, worker_view
@@ -381,6 +381,18 @@ async def list_runs(
     model: Annotated[str | None, _filter("model", "Of this model.")] = None,
     user: Annotated[str | None, _filter("user", "Of this user; others than oneself for operators.")] = None,
     queue: Annotated[str | None, _filter("queue", "In this queue.")] = None,
+    worker: Annotated[str | None, _filter("worker", "The id of the worker that has the run, or had it last.")] = None,
+    error: Annotated[
+        str | None,
+        QueryParameter(description="Whose last error contains this; case matters.", min_length=1, max_length=1000),
+    ] = None,
+    parameter: Annotated[
+        list[str] | None,
+        QueryParameter(
+            description="With this value of a parameter, as name=value; may be repeated. The value is JSON if it is "
+            "valid JSON, else text."
+        ),
+    ] = None,
     key: Annotated[str | None, _filter("idempotency_key", "Submitted with this key.")] = None,
     payload_hash: Annotated[str | None, _filter("payload_hash", "With this payload.")] = None,
     since: Annotated[datetime | None, QueryParameter(description="Submitted at this time or later.")] = None,
@@ -415,6 +427,9 @@ async def list_runs(
         user=user if caller.visible_user is None else caller.visible_user,
         tenant=caller.tenant,
         queue=queue,
+        worker=worker,
+        error=error,
+        parameter=None if parameter is None else parameters_in(parameter),
         idempotency_key=key,
         payload_hash=payload_hash,
         since=since,

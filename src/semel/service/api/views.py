@@ -260,7 +260,7 @@ def _limit(period: Any, spent: float, quota: Quota | None) -> RemoteCostLimit:
 
 def config_view(config: Config, caller: Principal) -> RemoteConfig:
     """The config as the caller may see it."""
-    trusted = caller.may("operator")
+    trusted = caller.sees("operator")
     return RemoteConfig(
         name=config.name,
         source=config.source,

@@ -53,6 +53,10 @@ OPEN = re.compile(r"/(?:healthz|readyz|api/cloud/webhooks/\w+/[\w-]+|ui/static/[
 script, which the sign-in page needs."""
 UNOPENED = frozenset({"/healthz", "/readyz"})
 """Paths that respond even while the database is unavailable."""
+SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing."""
+FOR_VIEWERS = frozenset({"/ui/sign-out", "/ui/runs/compare"})
+"""Paths that change nothing, whatever their method: what a viewer may send besides the safe methods."""
 SIGN_IN = "/ui/sign-in"
 SESSION = "semel_session"
 """The cookie with the token of a signed-in user. It is valid for pages only, never for the API."""
@@ -111,8 +115,12 @@ class Principal(Struct, frozen=True, kw_only=True):
         )
 
     def may(self, role: Role) -> bool:
-        """Whether they have the role, or a higher one."""
+        """Whether they may change what needs the role: they have it, or a higher one."""
         return ROLES.index(self.role) >= ROLES.index(role)
+
+    def sees(self, role: Role) -> bool:
+        """Whether they see what needs the role. A viewer sees everything of the tenant."""
+        return self.role == "viewer" or self.may(role)
 
     @property
     def name(self) -> str:
@@ -122,17 +130,18 @@ class Principal(Struct, frozen=True, kw_only=True):
     @property
     def visible_user(self) -> str | None:
         """The user whose runs they see; None for everybody's."""
-        return None if self.may("operator") else self.user
+        return None if self.sees("operator") else self.user
 
 
 def requires(role: Role) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], None]:
-    """A guard of a handler: ``guards=[requires("admin")]`` refuses lower roles."""
+    """A guard of a handler: ``guards=[requires("admin")]`` refuses lower roles. A viewer may read."""
 
     def guard(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
         caller: Principal | None = connection.scope["state"].get("caller")
         if caller is None:
             raise ApiError(401, "UNAUTHENTICATED", "a token is required here")
-        if not caller.may(role):
+        method: str = connection.scope["method"]  # type: ignore[typeddict-item]  # there are no websockets
+        if not (caller.sees(role) if method in SAFE else caller.may(role)):
             raise ApiError(403, "FORBIDDEN", f"this requires the role {role}, but the token has {caller.role}")
 
     return guard
@@ -350,6 +359,7 @@ class AuthMiddleware:
         elif path != SIGN_IN or not await self._auth.guarded():
             state["by_cookie"] = not headers(scope, b"authorization")
             state["caller"] = await self._auth.from_cookie(scope)
+        _require_safe(path, scope)
 
     async def _refuse(self, error: SemelError, scope: Scope, send: Send) -> None:
         """Respond with a problem; to a browser, with a page."""
@@ -360,6 +370,13 @@ class AuthMiddleware:
         raw = [(name.encode(), value.encode("latin-1")) for name, value in fields]
         await send({"type": "http.response.start", "status": status, "headers": raw})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})
+
+
+def _require_safe(path: str, scope: Scope) -> None:
+    """Refuse everything that a viewer sends and that may change something, before it reaches a handler."""
+    caller: Principal | None = scope["state"].get("caller")
+    if caller is not None and caller.role == "viewer" and scope["method"] not in SAFE and path not in FOR_VIEWERS:
+        raise ApiError(403, "FORBIDDEN", "the token has the role viewer, which reads and changes nothing")
 
 
 def _bodiless(send: Send) -> Send:

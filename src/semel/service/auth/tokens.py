@@ -21,9 +21,9 @@ from semel.runs.store.quotas import read_clock
 from semel.runs.types import MICRO, checked_user
 from semel.types import moment
 
-Role: TypeAlias = Literal["submitter", "operator", "admin"]
+Role: TypeAlias = Literal["viewer", "submitter", "operator", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
-"""In ascending order."""
+"""In ascending order of what they may change. A viewer changes nothing, and sees what an admin sees."""
 
 MAIN = ""
 """The tenant whose admins manage every tenant's tokens, quotas and keys."""
