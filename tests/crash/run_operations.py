@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from crash.ledger import Ledger
 from crash.points import Ended, Place
@@ -15,10 +16,11 @@ from crash.wire import FAULTS
 from semel import Actor, Quota, Run
 from semel._concurrency.sync import run_sync
 from semel.audit import key_of, verify
+from semel.runs.actions import BATCH
 from semel.runs.manifest import Parts, make_part
 from semel.runs.store import manifests, partitions, seals
 from semel.runs.store.lease import Leased
-from semel.runs.types import MICRO, EndKind
+from semel.runs.types import MICRO, ActionKind, EndKind, RunAction
 from semel.runs.worker.sweeper import sweep_until_signalled
 from support.databases import LEASE, MISCOUNTED, TestDatabase
 from support.waiting import eventually
@@ -411,6 +413,48 @@ class Retry(OfRunningRun):
         ledger = go_on(place, many=2)
         assert ledger.statuses == [self.first_status, "SUCCEEDED"]
         assert [str(getattr(run, self.named_by)) for run in ledger.runs][1] == given.id
+
+
+@dataclass(frozen=True)
+class Act(Connected):
+    """An action on three runs, in batches of two: sent again with its key, it is finished, and no run changed twice."""
+
+    action: ActionKind
+
+    def prepare(self, place: Place) -> list[str]:
+        with opened(place) as database:
+            runs = [database.submit(place.name).id for _ in range(3)]
+            if self.action == "retry":
+                assert all(database.end(each, "fatal") for each in database.lease(3))
+        return runs
+
+    def _act(self, place: Place, later: float = 0.0) -> RunAction:
+        with opened(place, later) as database, patch.dict(BATCH, {self.action: 2}):
+            priority = 7 if self.action == "set_priority" else None
+            return database.app.act(
+                self.action, user=place.name, priority=priority, idempotency_key=place.name, by=CRASH
+            )
+
+    def act(self, place: Place, given: list[str]) -> Any:
+        return self._act(place).done
+
+    def check(self, place: Place, given: list[str], ended: Ended) -> None:
+        before = Ledger(place, place.name).check()
+        done = self._act(place, LEASE + 1)
+        assert (done.state, done.matched, done.done, done.failed, done.skipped) == ("finished", 3, 3, 0, 0)
+        after = Ledger(place, place.name).check()
+        assert len([row for row in after.log if row["target"] == done.id]) == 1, "the log has not the one action"
+        if ended.how == "returned":
+            assert ended.value == 3
+            assert after.ids == before.ids
+        if self.action == "retry":
+            assert sorted(str(run.retry_of) for run in after.runs if run.retry_of) == sorted(given)
+            assert go_on(place, many=6).statuses == ["FAILED"] * 3 + ["SUCCEEDED"] * 3
+        elif self.action == "cancel":
+            assert go_on(place, many=3).statuses == ["CANCELLED"] * 3
+        else:
+            assert {run.priority for run in after.runs} == {7}
+            assert go_on(place, many=3).statuses == ["SUCCEEDED"] * 3
 
 
 class Rerun(Retry):

@@ -6,6 +6,7 @@ import pytest
 
 from crash.points import Operation, Report, try_every_point
 from crash.run_operations import (
+    Act,
     CancelPending,
     CancelRunning,
     Consume,
@@ -54,6 +55,9 @@ OPERATIONS: dict[str, Operation] = {
     "resume": Resume(),
     "retry": Retry(),
     "rerun": Rerun(),
+    "cancel all that match": Act("cancel"),
+    "retry all that match": Act("retry"),
+    "reprioritize all that match": Act("set_priority"),
     "write a manifest": WriteManifest(),
     "remove manifests": RemoveManifests(),
     "seal": SealHistory(),

@@ -395,7 +395,7 @@ def retry(client: Client, runs: tuple[str, ...], as_json: bool, **options: Any) 
 
 
 @command
-@examples("semel priority 10 --model baseline_forecast_v1 --user alice", "semel priority -- -5 --queue gpu")
+@examples("semel priority 10 --model baseline_forecast_v1 --user alice", "semel priority --queue gpu -- -5")
 @argument("priority", type=PRIORITY, metavar="N", help="The new priority; higher ones run first.")
 @act_options
 @through_server
@@ -431,7 +431,9 @@ def _act(client: Client, action: ActionKind, options: dict[str, Any], as_json: b
     if not yes:
         if not sys.stdin.isatty():
             raise InvalidRequest(f"{match}; add --yes to act on them without being asked")
-        click.confirm(f"{match}; shall all of them be {_ACTED[action]}?", abort=True, err=True)
+        if not _confirmed(f"{match}; shall all of them be {_ACTED[action]}?"):
+            note("nothing was changed")
+            return 1
     key = f"cli-{uuid.uuid4()}"
     try:
         acted = _follow(client, client.act(action, **how, **filters, idempotency_key=key), quiet=as_json)
@@ -442,6 +444,14 @@ def _act(client: Client, action: ActionKind, options: dict[str, Any], as_json: b
     if acted.error and not as_json:
         note(f"semel: {acted.error}")
     return 1 if acted.failed else 0
+
+
+def _confirmed(question: str) -> bool:
+    """The answer to the question; Ctrl-C and the end of the input are a no."""
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:
+        return False
 
 
 def _follow(client: Client, acted: RemoteRunAction, *, quiet: bool) -> RemoteRunAction:
