@@ -283,7 +283,7 @@ def test_b29_one_that_was_left_in_the_middle_is_carried_on_and_nothing_is_done_t
         failed(database)
     engine = database.app._engine
     begun = run_sync(engine.begin_action("retry", status="FAILED"))
-    taken = database.do(actions.take, begun.id)
+    taken = database.do(actions.take, begun.id, "first")
     ids = database.ask(actions.next_batch, taken, 2)
     batch = run_sync(engine._carrier._prepared(taken, ids, more=True))
     reached, _ = database.do(actions.advance, taken, batch)

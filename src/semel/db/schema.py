@@ -676,6 +676,7 @@ run_actions = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("finished_us", BigInteger, nullable=True),
     Column("lease_until_us", BigInteger, nullable=False),
+    Column("holder", Text, nullable=True),
     Column("reached", _id, nullable=True),
     Column("matched", BigInteger, nullable=False),
     Column("done", BigInteger, nullable=False),
@@ -684,7 +685,7 @@ run_actions = Table(
     Column("error", Text, nullable=True),
 )
 """What somebody does to all runs that match a filter, from the newest down: those down to ``reached`` are done. It is
-carried out by whoever has it until ``lease_until_us``, and when that has passed by anybody.
+carried out by its ``holder`` until ``lease_until_us``, and when that has passed by anybody.
 """
 Index("semel_run_actions_tenant", run_actions.c.tenant, run_actions.c.created_us)
 _unfinished = "finished_us IS NULL"

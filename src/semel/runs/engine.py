@@ -428,7 +428,7 @@ class RunEngine:
 
     async def carry_out(self, action_id: str) -> RunAction | None:
         """Do what is left of an action, and return it; None if it is finished, or another process carries it out."""
-        taken = await self.store.write(actions.take, action_id, self.store.statement_context)
+        taken = await self.store.write(actions.take, action_id, new_id(), self.store.statement_context)
         return None if taken is None else await self._carrier.carry_out(taken)
 
     async def action(self, action_id: str, *, tenant: str | None = None) -> RunAction:

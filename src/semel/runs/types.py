@@ -416,6 +416,7 @@ class RunAction(Struct, frozen=True, kw_only=True):
     created_us: int
     finished_us: int | None = None
     lease_until_us: int = 0
+    holder: str | None = None
     reached: str | None = None
     """The last run that it came to; it goes from the newest to the oldest."""
 

@@ -186,13 +186,14 @@ def find_free(conn: Connection, context: StatementContext) -> str | None:
     return conn.scalar(free.order_by(run_actions.c.created_us).limit(1))
 
 
-def take(conn: Connection, action_id: str, context: StatementContext) -> RunAction | None:
-    """Take the action, to carry it out; None if it is finished, if another process has it, or if a newer release began
-    it with a filter that this one does not know.
+def take(conn: Connection, action_id: str, holder: str, context: StatementContext) -> RunAction | None:
+    """Take the action, to carry it out; None if it is finished, if another holder has it, or if a newer release began
+    it with a filter that this one does not know. Who has it already, and did not get the reply, takes it again.
     """
     now = read_clock(conn, context)
-    wanted = (run_actions.c.id == action_id, _UNFINISHED, _is_free(now))
-    taken = conn.execute(update(run_actions).where(*wanted).values(lease_until_us=now + LEASE_US)).rowcount
+    wanted = (run_actions.c.id == action_id, _UNFINISHED, or_(_is_free(now), run_actions.c.holder == holder))
+    values = {"lease_until_us": now + LEASE_US, "holder": holder}
+    taken = conn.execute(update(run_actions).where(*wanted).values(values)).rowcount
     try:
         return get(conn, action_id) if taken else None
     except msgspec.ValidationError:

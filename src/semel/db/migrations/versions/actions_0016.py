@@ -33,6 +33,7 @@ _actions = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("finished_us", BigInteger, nullable=True),
     Column("lease_until_us", BigInteger, nullable=False),
+    Column("holder", Text, nullable=True),
     Column("reached", _id, nullable=True),
     Column("matched", BigInteger, nullable=False),
     Column("done", BigInteger, nullable=False),
