@@ -88,7 +88,8 @@ TESTS = {
                              "tests/runs/test_dedupe.py",
                              "-k", "not b4 and not 200 and not share and not processes"],
     "runs/store/quotas.py": ["tests/runs/store/test_quotas.py", "tests/runs/store/test_quota_locks.py",
-                             "tests/acceptance/test_s0_jobs.py"],
+                             "tests/runs/store/test_quota_slots.py", "tests/runs/store/test_purge.py",
+                             "tests/acceptance/test_s0_jobs.py", "tests/service/api/test_admin.py"],
 }  # fmt: skip
 """The arguments of pytest for a file: those of the longest matching path."""
 

@@ -103,6 +103,17 @@ def test_a_key_that_another_dialect_would_take_is_answered_with_a_hint(
     assert ("hint" in content_of(Policy.intake(), reason, key)) == hints
 
 
+def test_statuses_that_python_renamed_have_one_phrase_and_their_neighbours_their_own() -> None:
+    assert [status_line(each) for each in (413, 414, 415, 416, 417, 423)] == [
+        "413 Request Entity Too Large",
+        "414 Request-URI Too Long",
+        "415 Unsupported Media Type",
+        "416 Requested Range Not Satisfiable",
+        "417 Expectation Failed",
+        "423 Locked",
+    ]
+
+
 def test_a_status_has_its_phrase() -> None:
     assert [status_line(each) for each in (404, 422, 299)] == [
         "404 Not Found",

@@ -91,6 +91,16 @@ def test_a_reservation_is_bound_to_a_run_without_a_key_where_there_is_no_quota(d
     assert [each.id for each in database.app.runs().runs] == [run.id]
 
 
+def test_a_reservation_that_its_flow_has_used_is_not_for_another_run(database: TestDatabase) -> None:
+    reservation = database.jobs.reserve_job_slot(42, 1)
+    assert reservation is not None
+    bound = database.submit()
+    with pytest.raises(ReservationLost, match="used for another job"):
+        copy_context().run(database.submit, reservation=reservation)
+    assert database.jobs.consume_reservation(reservation, job_id=bound.id)
+    assert database.concurrent() == 1
+
+
 def test_an_expired_reservation_is_not_consumed_for_a_job_that_is_over_if_another_has_its_slot(
     database: TestDatabase,
 ) -> None:

@@ -373,3 +373,19 @@ def test_a_job_without_data_has_no_upload_and_can_begin(sqlite: TestDatabase) ->
     assert sqlite.app.runs(queue=INTERNAL_QUEUE).runs == []
     assert sqlite.rows("SELECT run_id, data_state, upload_id FROM semel_jobs") == [(run.id, None, None)]
     assert [each.id for each in sqlite.lease()] == [run.id]
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_a_key_names_its_run_although_the_payload_names_another(databases: Databases, kind: str) -> None:
+    with databases.empty(kind) as database:
+        first = database.submit(number=1, idempotency_key="k", dedupe=True)
+        database.finish(first)
+        under_way = database.submit(number=1)
+        assert under_way.id != first.id
+        asked: dict[str, Any] = {"model": "train", "parameters": {"number": 1}, "user": 42, "dedupe": True}
+        for _ in range(2):
+            assert database.submit(number=1, idempotency_key="k", dedupe=True).id == first.id
+            keyed, plain = database.app.submit_many([{**asked, "idempotency_key": "k"}, asked])
+            assert isinstance(keyed, Run)
+            assert isinstance(plain, Run)
+            assert (keyed.id, plain.id) == (first.id, under_way.id)
