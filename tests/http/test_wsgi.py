@@ -50,10 +50,12 @@ class Served:
         self.headers: dict[str, str] = {}
         self.written: list[bytes] = []
         self.starts = 0
+        self.exc_info: Any = None
         self.chunks = middleware(environ_of() if environ is None else environ, self.start)
 
     def start(self, status: str, headers: Any, exc_info: Any = None) -> Any:
         self.starts += 1
+        self.exc_info = exc_info
         self.status, self.headers = status, {name.lower(): value for name, value in headers}
         return self.written.append
 
@@ -364,6 +366,7 @@ def test_an_error_page_replaces_the_start_that_was_not_sent(once: Once) -> None:
     response = Served(IdempotencyMiddleware(app, once))
     assert response.read() == b"page"
     assert (response.status, response.headers["x-page"], response.starts) == ("202 Accepted", "error", 1)
+    assert response.exc_info[0] is ValueError, "a server that has sent another head raises it"
     assert served(IdempotencyMiddleware(app, once)) == ("202 Accepted", b"page", True)
 
 
