@@ -373,8 +373,8 @@ def put_subscription(app: App, tenant: str, **deliveries_: str) -> str:
     for state, error in deliveries_.items():
         write(
             app,
-            "INSERT INTO semel_deliveries (subscription_id, run_id, version, state, attempts, due_us, body, last_error) "
-            "VALUES (:hook, :run, 1, :state, 3, :due, '{}', :error)",
+            "INSERT INTO semel_deliveries (subscription_id, run_id, version, state, attempts, due_us, body, "
+            "last_error) VALUES (:hook, :run, 1, :state, 3, :due, '{}', :error)",
             hook=hook,
             run=new_id(),
             state=state,
@@ -421,7 +421,10 @@ def test_every_figure_model_user_and_worker_links_to_what_it_counts(
 ) -> None:
     put_workers(server.app, [{"id": f"w {tenant}", "seen": 3}])
     held = {"status": "RUNNING", "worker": f"w {tenant}", "lease_until": -60, "started": 50}
-    made = [made_run(60, tenant=tenant, user_id="a&b", model="x/y?z", **held), made_run(9, tenant=tenant, user_id="a&b")]
+    made = [
+        made_run(60, tenant=tenant, user_id="a&b", model="x/y?z", **held),
+        made_run(9, tenant=tenant, user_id="a&b"),
+    ]
     made += [made_run(50, tenant=tenant, user_id="a&b", model="x/y?z", status="FAILED", last_error="no")]
     put_runs(server.app, made)
     operator: Browser = request.getfixturevalue("operator")
