@@ -12,17 +12,19 @@ from typing import Annotated, Any
 from litestar import Response, get
 from litestar.params import QueryParameter
 from msgspec import Struct
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, literal, select
 
 from semel.dashboard.templating import page, short
-from semel.db.schema import runs
-from semel.runs.store.queries import Filter, has_status
+from semel.db.schema import attempts, submitted
+from semel.runs.store.queries import Filter
 from semel.service.api.params import AnyRequest
 from semel.service.state import CurrentPrincipal, CurrentState
 
 PATH = "/ui/errors"
 MAX_FAILURES = 2000
 """The newest failed runs, which are grouped."""
+MAX_LOOKED_AT = 10_000
+"""Failures of all models and users that are searched for those of one."""
 MAX_GROUPS = 100
 MAX_MESSAGE = 200
 _TYPE = re.compile(r"([A-Za-z_][\w.]*)(?:: |$)")
@@ -58,10 +60,13 @@ class ErrorGroup(Struct, frozen=True, kw_only=True):
 
 
 def list_failures(conn: Connection, wanted: Filter, limit: int) -> list[FailedRun]:
-    """The runs that meet the filter and failed, the latest first."""
-    columns = (runs.c[name] for name in ("id", "model", "user_id", "finished_us", "last_error"))
-    of_tenant = (has_status("FAILED"), runs.c.ended_tenant == wanted.tenant)  # so that the index of failures is used
-    query = select(*columns).where(*wanted.conditions(), *of_tenant).order_by(runs.c.finished_us.desc())
+    """The runs that meet the filter and failed, the latest first, among the tenant's ``MAX_LOOKED_AT`` latest."""
+    failed = (attempts.c.tenant == wanted.tenant, attempts.c.status == literal("FAILED", literal_execute=True))
+    columns = [attempts.c[name] for name in ("run_id", "ended_us", "last_error")]
+    latest = select(*columns).where(*failed).order_by(attempts.c.ended_us.desc()).limit(MAX_LOOKED_AT).subquery()
+    shown = (submitted.c.id, submitted.c.model, submitted.c.user_id, latest.c.ended_us, latest.c.last_error)
+    query = select(*shown).join_from(latest, submitted, submitted.c.id == latest.c.run_id)
+    query = query.where(*wanted.conditions(submitted)).order_by(latest.c.ended_us.desc())
     return [FailedRun(*row) for row in conn.execute(query.limit(limit))]
 
 
