@@ -5,10 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, insert
 
-from semel import App
-from semel._concurrency.sync import run_sync
 from semel.dashboard import errors, models
 from semel.dashboard.errors import FailedRun
 from semel.dashboard.overview import feed
@@ -17,7 +14,7 @@ from semel.dashboard.templating import DASH
 from semel.db.schema import deliveries, run_hours, subscriptions
 from semel.runs.types import new_id
 from support.databases import DATABASES
-from support.pages import Browser, Page, browser, made_run, put_runs, put_workers
+from support.pages import Browser, Page, browser, made_run, put_rows, put_runs, put_workers
 from support.service import TokenServer, shared_server
 
 NASTY = '<script>alert(1)</script>"><img src=x>'
@@ -51,16 +48,6 @@ def operator(server: TokenServer, tenant: str) -> Iterator[Browser]:
 def root(server: TokenServer) -> Iterator[Browser]:
     with browser(server, server.root) as root:
         yield root
-
-
-def put(app: App, table: Any, *rows: dict[str, Any]) -> None:
-    def write(conn: Connection) -> None:
-        for row in rows:
-            conn.execute(insert(table).values(**row))
-
-    ledger = app.ledger(awaited=False)
-    run_sync(ledger.write(write))
-    run_sync(ledger.close())
 
 
 def row_of(page: Page, part: str, first: str) -> list[str]:
@@ -209,7 +196,7 @@ def test_the_page_of_a_model_tells_whether_it_gets_worse(server: TokenServer, te
     rows = hours(tenant, 30, "SUCCEEDED", b28=99) + hours(tenant, 30, "FAILED", b28=1)
     rows += hours(tenant, 2, "SUCCEEDED", b28=40, b37=40) + hours(tenant, 2, "FAILED", b37=20)
     rows += hours(tenant, 1, "CANCELLED", **{"b-1": 3})
-    put(server.app, run_hours, *rows)
+    put_rows(server.app, run_hours, *rows)
     made = [
         made_run(
             100 + n, tenant=tenant, started=90 + n, finished=90, parameters=f'{{"a": {n % 2}, "b": "{NASTY[:8]}"}}'
@@ -264,7 +251,7 @@ def test_few_runs_prove_nothing_and_a_gap_breaks_the_line() -> None:
 
 def test_deliveries_are_listed_by_state_and_sent_again(server: TokenServer, tenant: str) -> None:
     hook, run = new_id(), new_id()
-    put(
+    put_rows(
         server.app,
         subscriptions,
         {
@@ -282,8 +269,10 @@ def test_deliveries_are_listed_by_state_and_sent_again(server: TokenServer, tena
     )
     event += '"status":"FAILED","step":"failed","at":"2026-01-01T00:00:00Z","fence":1,"note":null}'
     same = {"subscription_id": hook, "run_id": run, "attempts": 9, "body": event, "due_us": time.time_ns() // 1000}
-    put(server.app, deliveries, {**same, "version": 3, "state": "dead", "last_status": 500, "last_error": "no luck"})
-    put(server.app, deliveries, {**same, "version": 4, "state": "delivered", "last_status": 200})
+    put_rows(
+        server.app, deliveries, {**same, "version": 3, "state": "dead", "last_status": 500, "last_error": "no luck"}
+    )
+    put_rows(server.app, deliveries, {**same, "version": 4, "state": "delivered", "last_status": 200})
     with browser(server, server.admit("olga", "operator", tenant)) as operator:
         page = operator.open("/ui/webhooks")
         assert [row[3] for row in page.one(id="deliveries").rows()] == ["delivered", "dead"]

@@ -25,7 +25,7 @@ MAX_FAILURES = 2000
 """The newest failed runs, which are grouped."""
 MAX_LOOKED_AT = 10_000
 """Failures of all models and users that are searched for those of one."""
-MAX_GROUPS = 100
+MAX_GROUPS = 40
 MAX_MESSAGE = 200
 _TYPE = re.compile(r"([A-Za-z_][\w.]*)(?:: |$)")
 _VARIES = re.compile(

@@ -17,7 +17,7 @@ from semel.service.auth.middleware import requires
 from semel.service.state import CurrentPrincipal, CurrentState
 
 PATH = "/ui/tokens"
-PAGE = 50
+PAGE = 25
 """Rows of a page."""
 
 

@@ -23,7 +23,7 @@ from semel.service.state import CurrentPrincipal, CurrentState
 from semel.service.webhooks import deliveries, subscriptions
 
 PATH = "/ui/webhooks"
-PAGE = 50
+PAGE = 25
 """Deliveries of a page."""
 STATES = ("waiting", "dead", "delivered")
 

@@ -37,6 +37,7 @@ PARTS = ("attention", "figures", "chart", "running", "failures", "latency", "wor
 """The parts of the page that are updated live; each is a template in the folder overview."""
 MAX_RUNNING = 12
 MAX_RUNS_OF_WORKER = 6
+MAX_WORKERS = 20
 MAX_QUOTAS = 10
 MAX_EXCEEDED = 5
 SILENT_FOR = 3600
@@ -182,6 +183,7 @@ class OverviewView(Struct, frozen=True, kw_only=True):
     running_runs: list[RunningRun]
     failures: list[Failure]
     workers: list[WorkerRow]
+    all_workers: int
     quotas: list[QuotaRow]
 
     @property
@@ -208,6 +210,7 @@ def build_view(
 ) -> OverviewView:
     """The page for these numbers; ``counts`` are the runs by status of each step of the window."""
     starts = window.starts(now_us)
+    workers = _workers(snapshot, now_us - SILENT_FOR * MICRO, all_tenants=not audience.tenant)
     return OverviewView(
         window=window,
         since=moment(starts[0]).strftime("%Y-%m-%dT%H:%M"),
@@ -230,7 +233,8 @@ def build_view(
         webhooks=[_failing(each) for each in snapshot.webhooks],
         running_runs=snapshot.running_runs[:MAX_RUNNING],
         failures=snapshot.failures,
-        workers=_workers(snapshot, now_us - SILENT_FOR * MICRO, all_tenants=not audience.tenant),
+        workers=workers[:MAX_WORKERS],
+        all_workers=len(workers),
         quotas=_quotas(snapshot.quotas),
     )
 
