@@ -1,5 +1,6 @@
 """The overview: what it shows, to whom, and how it keeps up with what happens. Over real HTTP, on both databases."""
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -370,13 +371,17 @@ def put_subscription(app: App, tenant: str, **deliveries_: str) -> str:
         hook=hook,
         tenant=tenant,
     )
+    event = {"id": "e", "name": "RunFailed", "version": 1, "model": "add", "tenant": tenant, "user": "ann", "fence": 1}
+    event |= {"status": "FAILED", "step": "failed", "at": "2026-01-01T00:00:00Z", "note": None}
     for state, error in deliveries_.items():
+        run = new_id()
         write(
             app,
             "INSERT INTO semel_deliveries (subscription_id, run_id, version, state, attempts, due_us, body, "
-            "last_error) VALUES (:hook, :run, 1, :state, 3, :due, '{}', :error)",
+            "last_error) VALUES (:hook, :run, 1, :state, 3, :due, :body, :error)",
             hook=hook,
-            run=new_id(),
+            run=run,
+            body=json.dumps({"run_id": run, **event}),
             state=state,
             due=time.time_ns() // 1000,
             error=error,
