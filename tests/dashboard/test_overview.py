@@ -400,6 +400,7 @@ def test_what_needs_somebody_comes_first_and_links_to_where_it_can_be_mended(
     put_workers(server.app, [{"id": f"{tenant}-{n}", "seen": seen} for n, seen in (("new", 300), ("old", 3700))])
     hook = put_subscription(server.app, tenant, dead="the receiver hung up", waiting="too slow")
     put_subscription(server.app, f"{tenant}-other", dead="not ours")
+    put_subscription(server.app, tenant)
     leave_unknown(server, f"{tenant} orders")
     scene_of(server, tenant)._unknown_keys._next = 0.0
     eventually(lambda: "unknown outcome" in operator.open("/").one(id="attention").text)
@@ -414,6 +415,7 @@ def test_what_needs_somebody_comes_first_and_links_to_where_it_can_be_mended(
     assert f"{tenant}-old" not in page.text, "a worker that has been silent for an hour is no news"
     assert links["hooks.example.com"] == f"/ui/webhooks?subscription={hook}"
     assert "1 is tried again, 1 was given up" in shown.text
+    assert [each.text for each in shown.all("a")].count("hooks.example.com") == 1, "the other one is healthy"
     assert "s3cret" not in page.answer.text
     assert "not ours" not in page.answer.text
     for name, address in links.items():

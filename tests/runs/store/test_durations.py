@@ -50,6 +50,7 @@ def test_runs_are_counted_in_the_hour_in_which_they_were_added_up_and_stay_so_wh
                 (leased,) = database.do(lease.lease_these, "w", [run.id])
                 database.clock.advance(seconds)
                 database.end(leased, how)
+            database.do(maintenance.add_up)
             database.app.cancel(database.app.submit("train", {}, dedupe=False).id)
             database.do(maintenance.add_up)
             database.do(maintenance.add_up)
