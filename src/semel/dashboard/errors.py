@@ -12,11 +12,12 @@ from typing import Annotated, Any
 from litestar import Response, get
 from litestar.params import QueryParameter
 from msgspec import Struct
-from sqlalchemy import Connection, literal, select
+from sqlalchemy import Connection, func, literal, select
 
 from semel.dashboard.templating import page, short
-from semel.db.schema import attempts, submitted
-from semel.runs.store.queries import Filter
+from semel.db.dialect import Statement
+from semel.db.schema import attempts
+from semel.runs.types import INTERNAL_QUEUE
 from semel.service.api.params import AnyRequest
 from semel.service.state import CurrentPrincipal, CurrentState
 
@@ -25,6 +26,9 @@ MAX_FAILURES = 2000
 """The newest failed runs, which are grouped."""
 MAX_LOOKED_AT = 10_000
 """Failures of all models and users that are searched for those of one."""
+PORTION = 1000
+MAX_ERROR = 500
+"""Characters of an error that are read."""
 MAX_GROUPS = 40
 MAX_MESSAGE = 200
 _TYPE = re.compile(r"([A-Za-z_][\w.]*)(?:: |$)")
@@ -59,15 +63,39 @@ class ErrorGroup(Struct, frozen=True, kw_only=True):
     users: int
 
 
-def list_failures(conn: Connection, wanted: Filter, limit: int) -> list[FailedRun]:
-    """The runs that meet the filter and failed, the latest first, among the tenant's ``MAX_LOOKED_AT`` latest."""
-    failed = (attempts.c.tenant == wanted.tenant, attempts.c.status == literal("FAILED", literal_execute=True))
-    columns = [attempts.c[name] for name in ("run_id", "ended_us", "last_error")]
-    latest = select(*columns).where(*failed).order_by(attempts.c.ended_us.desc()).limit(MAX_LOOKED_AT).subquery()
-    shown = (submitted.c.id, submitted.c.model, submitted.c.user_id, latest.c.ended_us, latest.c.last_error)
-    query = select(*shown).join_from(latest, submitted, submitted.c.id == latest.c.run_id)
-    query = query.where(*wanted.conditions(submitted)).order_by(latest.c.ended_us.desc())
-    return [FailedRun(*row) for row in conn.execute(query.limit(limit))]
+_RUNS = Statement(
+    lambda w: (
+        f"""
+SELECT {w.as_text("id")}, model, user_id, queue FROM semel_runs
+WHERE {w.is_in("id", "ids", "uuid")} AND id >= {w.identity(":least")} AND id <= {w.identity(":greatest")}"""
+    )
+)
+
+
+def list_failures(
+    conn: Connection, tenant: str, limit: int, *, model: str = "", user: str | None = None
+) -> list[FailedRun]:
+    """The runs of a tenant that failed, the latest first: of a model or a user, among the ``MAX_LOOKED_AT`` latest.
+
+    Their models are looked up by id: to join the two tables, PostgreSQL would read all runs of the model.
+    """
+    columns = (attempts.c.run_id, attempts.c.ended_us, func.substr(attempts.c.last_error, 1, MAX_ERROR))
+    failed = (attempts.c.tenant == tenant, attempts.c.status == literal("FAILED", literal_execute=True))
+    query = select(*columns).where(*failed).order_by(attempts.c.ended_us.desc())
+    latest = conn.execute(query.limit(limit if not model and user is None else MAX_LOOKED_AT)).all()
+    found: list[FailedRun] = []
+    for start in range(0, len(latest), PORTION):
+        portion = latest[start : start + PORTION]
+        ids = [row[0] for row in portion]
+        known = {row[0]: row for row in _RUNS.rows(conn, ids=ids, least=min(ids), greatest=max(ids))}
+        for run_id, ended_us, error in portion:
+            _, its_model, its_user, queue = known.get(run_id, (run_id, "", "", INTERNAL_QUEUE))
+            is_wanted = model in ("", its_model) and user in (None, its_user)
+            if is_wanted and (queue != INTERNAL_QUEUE or its_user):
+                found.append(FailedRun(run_id, its_model, its_user, ended_us, error))
+        if len(found) >= limit:
+            break
+    return found[:limit]
 
 
 def split_error(error: str | None) -> tuple[str, str]:
@@ -109,9 +137,10 @@ async def show(
     model: Annotated[str, QueryParameter(max_length=1000)] = "",
 ) -> Response[Any]:
     """The errors of all models, or of one."""
-    wanted = Filter(tenant=caller.tenant, user=caller.visible_user, model=model or None)
     async with service.slow_query_lock:
-        failures = await service.store.read(list_failures, wanted, MAX_FAILURES)
+        failures = await service.store.read(
+            list_failures, caller.tenant, MAX_FAILURES, model=model, user=caller.visible_user
+        )
     groups = group_errors(failures)
     return page(
         request,

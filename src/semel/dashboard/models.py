@@ -128,7 +128,7 @@ def read_model(conn: Connection, tenant: str, model: str, since_us: int, terms: 
         summary=next((each for each in queries.summary(conn, tenant, grouped=False) if each.model == model), None),
         hours=queries.model_hours(conn, tenant, model, since_us),
         newest=queries.list_runs(conn, wanted, NEWEST, None, max_bytes=MAX_BYTES).runs,
-        failures=list_failures(conn, wanted, MAX_FAILURES),
+        failures=list_failures(conn, tenant, MAX_FAILURES, model=model),
         pause=paused,
         workers=[each for each in queries.list_workers(conn, terms) if each.alive and model in each.models],
     )
