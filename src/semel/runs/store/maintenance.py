@@ -175,8 +175,8 @@ _ADD_UP_COSTS = Statement(_add_up_costs)
 
 
 def add_up(conn: Connection, context: StatementContext) -> None:
-    """Add the counts of runs that ended to the totals and to those of this hour, and what they cost to the costs of their
-    users' days, so that a summary and a quota read few rows.
+    """Add the counts of runs that ended to the totals and to those of this hour, and what they cost to the costs of
+    their users' days, so that a summary and a quota read few rows.
     """
     now = read_clock(conn, context)
     if conn.dialect.name == "sqlite":
