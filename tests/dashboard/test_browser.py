@@ -58,6 +58,7 @@ def test_a_submitter_sees_own_runs_only_and_no_page_for_operators(visit: Visit, 
         "Overview",
         "Runs",
         "Submit",
+        "Errors",
         "Quotas",
     ]
     visitor.pardon(f"answered 404: GET .*/ui/runs/{other}|answered 403: GET .*/ui/keys")
@@ -91,7 +92,7 @@ def test_tab_goes_through_the_page_in_its_order_and_can_skip_the_frame(visit: Vi
     for _ in range(6):
         page.keyboard.press("Tab")
         names.append(page.evaluate("document.activeElement.textContent.trim()"))
-    assert names == ["Skip to content", "semel", "Overview", "Runs", "Submit", "Quotas"]
+    assert names == ["Skip to content", "semel", "Overview", "Runs", "Submit", "Errors"]
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus can be seen"
 
 

@@ -4,9 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from semel import JobStore
+from semel._concurrency.sync import run_sync
+from semel.db.schema import subscriptions
+from semel.runs.store import maintenance
+from semel.runs.types import new_id
+from support.browser import PHONE
 from support.dashboard import DashboardServer, Visit, dashboard_server
+from support.pages import put_rows
 
 HEAVIEST = 200_000
 """Bytes of a page with everything that it needs."""
@@ -34,8 +41,22 @@ class Shown:
         server.root.put("/admin/quotas/ben", json={"max_concurrent": 1, "per_hour": 100})
         server.root.put("/admin/quotas/*", json={"max_concurrent": 10, "action": "warn"})
         server.leave_unknown("payment-9", "orders")
+        self.hook = new_id()
+        hook = {
+            "id": self.hook,
+            "tenant": "",
+            "kind": "webhook",
+            "target": "https://hooks.example.com/a",
+            "secret": "s",
+        }
+        put_rows(server.app, subscriptions, {**hook, "events": "*", "created_us": 1, "disabled_us": 2})
         for run_id in (self.painted, self.failed):
             server.ended(run_id)
+        ledger = server.app.ledger(awaited=False)
+        run_sync(ledger.write(maintenance.add_up, ledger.statement_context))
+        run_sync(ledger.close())
+        self.worker = server.root.get("/workers").json()[0]["id"]
+        assert server.root.put("/pauses/queue/gpu", json={"why": "new driver"}).status_code == 200
 
 
 PAGES = {
@@ -53,6 +74,14 @@ PAGES = {
     "audit": "/ui/audit",
     "quotas": "/ui/quotas",
     "quota-of-a-user": "/ui/quotas?user=ann",
+    "models": "/ui/models",
+    "model": "/ui/models?model=add",
+    "errors": "/ui/errors",
+    "queues": "/ui/queues",
+    "workers": "/ui/workers",
+    "worker": "/ui/workers?worker={worker}",
+    "webhooks": "/ui/webhooks?subscription={hook}",
+    "tokens": "/ui/tokens",
     "submit": "/ui/submit",
     "submit-form": "/ui/submit?model=add",
 }
@@ -71,3 +100,32 @@ def test_a_page_is_light_to_load_and_can_be_used_by_everybody(visit: Visit, show
     weight = visitor.weigh(PAGES[name].format(**vars(shown)))
     assert weight <= HEAVIEST, f"{name} weighs {weight:,} bytes"
     visitor.look(name)
+
+
+HIGHEST = 6000
+"""Pixels of a page on a phone."""
+
+
+def test_on_a_phone_pages_are_short_and_begin_with_their_newest_end(visit: Visit, shown: Shown) -> None:
+    visitor = shown.scene.enter(visit, shown.scene.root)
+    visitor.page.set_viewport_size(PHONE)
+    heights = {}
+    for name in ("runs", "overview", "errors", "model", "audit", "tokens", "run-failed"):
+        page = visitor.go(PAGES[name].format(**vars(shown)))
+        heights[name] = page.evaluate("document.documentElement.scrollHeight")
+        for chart in page.locator(".chart-frame .chart, .scroll > .timeline").all():
+            right, wide = chart.evaluate("each => [each.getBoundingClientRect().right, each.clientWidth]")
+            assert right <= PHONE["width"] < wide, name
+    assert max(heights.values()) <= HIGHEST, heights
+    expect(visitor.go("/ui/runs").locator("#runs-rows tbody tr")).to_have_count(50)
+
+
+def test_a_queue_is_paused_and_resumed_with_two_clicks(visit: Visit, shown: Shown) -> None:
+    page = shown.scene.enter(visit, shown.scene.root).go("/ui/queues")
+    row = page.locator("#queues tbody tr").filter(has_text="default")
+    row.get_by_placeholder("Why?").fill("too hot")
+    row.get_by_role("button", name="Pause the queue default").click()
+    expect(row).to_contain_text("by root: too hot")
+    row.get_by_role("button", name="Resume the queue default").click()
+    expect(row).to_contain_text("open")
+    expect(page.get_by_role("status")).to_have_text("Resumed the queue default.")

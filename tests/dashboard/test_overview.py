@@ -1,5 +1,6 @@
 """The overview: what it shows, to whom, and how it keeps up with what happens. Over real HTTP, on both databases."""
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, text
 
-from semel import App
+from semel import App, Granted, Once, Unknown
 from semel._concurrency.sync import run_sync
 from semel.dashboard.overview import chart, feed, queries
 from semel.dashboard.overview.chart import DAY, HOUR, WEEK, WINDOWS, Window
@@ -87,7 +88,8 @@ def test_an_empty_house_says_so(operator: Browser) -> None:
     assert page.status == 200
     shown = figures(page)
     assert (shown["Pending"], shown["Running"], shown["Throughput"].split()[0]) == ("0", "0", "0")
-    for part in ("stuck", "running", "failures", "latency"):
+    assert not table(page, "attention")
+    for part in ("running", "failures", "latency"):
         assert page.one(id=part).all("p", class_="empty"), part
     assert "No runs were submitted" in page.one(id="chart").text
 
@@ -139,7 +141,7 @@ def live_parts(looker: Browser) -> Iterator[str]:
     """The parts of the page that say that they change, in their order in the stream."""
     page = looker.open("/")
     there = {each["id"] for each in page.one(id="overview").all("section")}
-    for part in ("figures", "chart", "stuck", "running", "failures", "latency", "workers", "quotas"):
+    for part in ("attention", "figures", "chart", "running", "failures", "latency", "workers", "quotas"):
         assert part in there
         yield part
 
@@ -322,15 +324,135 @@ def test_runs_that_do_not_get_on_are_found_with_the_reason(server: TokenServer, 
         ],
     )
     page = operator.open("/")
-    rows = table(page, "stuck")
+    rows = table(page, "attention")
     assert [row[:2] for row in rows] == [[lost[-12:], "train"], [late[-12:], "add"]]
     assert "lease expired" in rows[0][3]
     assert "held by gone" in rows[0][3]
     assert rows[1][3].endswith("no live worker serves the queue 'nobody-serves'")
-    shown = page.one(id="stuck").text
+    shown = page.one(id="attention").text
     assert early[-12:] not in shown
     assert later[-12:] not in shown
-    assert page.one(id="stuck").one("a", title=lost)["href"] == f"/ui/runs/{lost}"
+    assert page.one(id="attention").one("a", title=lost)["href"] == f"/ui/runs/{lost}"
+
+
+def test_late_runs_of_one_queue_and_model_are_shown_once_with_their_reason(
+    server: TokenServer, tenant: str, operator: Browser
+) -> None:
+    pending = {"tenant": tenant, "status": "PENDING"}
+    made = [made_run(400 - n, **pending, queue="nobody-serves") for n in range(12)]
+    made += [made_run(300, **pending, queue="nobody-serves", model=f"m{n}") for n in range(3)]
+    oldest = put_runs(server.app, made)[0]
+    page = operator.open("/")
+    rows = table(page, "attention")
+    assert [row[1] for row in rows] == ["add", "m0", "m1", "m2"]
+    assert rows[0][0] == oldest[-12:]
+    assert all("no live worker serves the queue 'nobody-serves'" in row[3] for row in rows)
+    (more,) = [each for each in page.one(id="attention").all("a") if each.text == "and 11 more"]
+    assert more["href"] == "/ui/runs?status=PENDING&model=add&queue=nobody-serves"
+    assert len(operator.open(more["href"]).one(id="list").rows()) == 12
+    (due,) = [each for each in page.one(id="figures").all("a") if each.all("time")]
+    assert due["href"] == f"/ui/runs/{oldest}"
+
+
+def leave_unknown(server: TokenServer, scope: str) -> None:
+    once = Once(server.app.url, collect=False)
+    assert isinstance(once.claim("payment", scope=scope, lease=0.01, on_crash="unknown"), Granted)
+    eventually(lambda: isinstance(once.claim("payment", scope=scope, on_crash="unknown"), Unknown))
+    once.close()
+
+
+def put_subscription(app: App, tenant: str, **deliveries_: str) -> str:
+    """A webhook with a delivery in each of these states, which has this error."""
+    hook = new_id()
+    write(
+        app,
+        "INSERT INTO semel_subscriptions (id, tenant, kind, target, secret, events, created_us) "
+        "VALUES (:hook, :tenant, 'webhook', 'https://user:s3cret@hooks.example.com/s3cret', 's3cret', '*', 1)",
+        hook=hook,
+        tenant=tenant,
+    )
+    event = {"id": "e", "name": "RunFailed", "version": 1, "model": "add", "tenant": tenant, "user": "ann", "fence": 1}
+    event |= {"status": "FAILED", "step": "failed", "at": "2026-01-01T00:00:00Z", "note": None}
+    for state, error in deliveries_.items():
+        run = new_id()
+        write(
+            app,
+            "INSERT INTO semel_deliveries (subscription_id, run_id, version, state, attempts, due_us, body, "
+            "last_error) VALUES (:hook, :run, 1, :state, 3, :due, :body, :error)",
+            hook=hook,
+            run=run,
+            body=json.dumps({"run_id": run, **event}),
+            state=state,
+            due=time.time_ns() // 1000,
+            error=error,
+        )
+    return hook
+
+
+def test_what_needs_somebody_comes_first_and_links_to_where_it_can_be_mended(
+    server: TokenServer, tenant: str, operator: Browser
+) -> None:
+    assert operator.open("/").one(id="overview").all("section")[0]["id"] == "attention"
+    drive_quota(server.app, tenant, "ann", per_day=2)
+    drive_quota(server.app, tenant, "bob", max_concurrent=1)
+    put_runs(server.app, [made_run(60, tenant=tenant, user_id="ann") for _ in range(2)])
+    put_runs(server.app, [made_run(5, tenant=tenant, user_id="bob", status="PENDING")])
+    put_workers(server.app, [{"id": f"{tenant}-{n}", "seen": seen} for n, seen in (("new", 300), ("old", 3700))])
+    hook = put_subscription(server.app, tenant, dead="the receiver hung up", waiting="too slow")
+    put_subscription(server.app, f"{tenant}-other", dead="not ours")
+    put_subscription(server.app, tenant)
+    leave_unknown(server, f"{tenant} orders")
+    scene_of(server, tenant)._unknown_keys._next = 0.0
+    eventually(lambda: "unknown outcome" in operator.open("/").one(id="attention").text)
+    page = operator.open("/")
+    shown = page.one(id="attention")
+    links = {each.text: each["href"] for each in shown.all("a")}
+    assert links["1 key has an unknown outcome"] == "/ui/keys"
+    assert links["ann"] == "/ui/quotas?user=ann"
+    assert "2 of 2" in shown.text
+    assert "bob" not in links, "a limit of active runs is used up at any time"
+    assert links[f"{tenant}-new"] == f"/ui/workers?worker={tenant}-new"
+    assert f"{tenant}-old" not in page.text, "a worker that has been silent for an hour is no news"
+    assert links["hooks.example.com"] == f"/ui/webhooks?subscription={hook}"
+    assert "1 is tried again, 1 was given up" in shown.text
+    assert [each.text for each in shown.all("a")].count("hooks.example.com") == 1, "the other one is healthy"
+    assert "s3cret" not in page.answer.text
+    assert "not ours" not in page.answer.text
+    for name, address in links.items():
+        if not name.startswith("t-") or tenant in name:
+            assert operator.open(address).status == 200, address
+
+
+def test_every_figure_model_user_and_worker_links_to_what_it_counts(
+    server: TokenServer, tenant: str, request: pytest.FixtureRequest
+) -> None:
+    put_workers(server.app, [{"id": f"w {tenant}", "seen": 3}])
+    held = {"status": "RUNNING", "worker": f"w {tenant}", "lease_until": -60, "started": 50}
+    made = [
+        made_run(60, tenant=tenant, user_id="a&b", model="x/y?z", **held),
+        made_run(9, tenant=tenant, user_id="a&b"),
+    ]
+    made += [made_run(50, tenant=tenant, user_id="a&b", model="x/y?z", status="FAILED", last_error="no")]
+    put_runs(server.app, made)
+    operator: Browser = request.getfixturevalue("operator")
+    page = operator.open("/")
+    for stat in page.one(id="figures").all("div", class_="stat"):
+        if stat.one("dt").text != "Oldest waiting run":
+            listed = operator.open(stat.one("a")["href"])
+            if stat.one("dt").text not in ("Throughput", "Replay rate"):
+                count = len(table(listed, "list"))
+                assert count == int(stat.one("dd").text.split()[0]), stat.text
+    for part, column, start in (
+        ("running", 1, "/ui/models?model=x%2Fy%3Fz"),
+        ("running", 2, "/ui/runs?user=a%26b"),
+        ("failures", 1, "/ui/models?model=x%2Fy%3Fz"),
+        ("quotas", 0, "/ui/quotas?user=a%26b"),
+    ):
+        cell = page.one(id=part).one("tbody").all("tr")[0].all("td")[column]
+        assert cell.one("a")["href"] == start
+        assert operator.open(start).status == 200, start
+    (worker,) = [each for each in page.one(id="workers").all("a") if each.text == f"w {tenant}"]
+    assert "x/y?z" in operator.open(worker["href"]).one(id="held").text
 
 
 def test_the_latest_failures_come_first_with_their_errors(server: TokenServer, tenant: str, operator: Browser) -> None:
@@ -432,7 +554,7 @@ def test_a_submitter_sees_their_own_runs_and_nothing_of_others(server: TokenServ
     for seen in (page, event):
         shown = figures(seen)
         assert (shown["Pending"], shown["Running"], shown["Failed"].split()[0]) == ("1", "1", "1")
-        assert [row[2] for row in table(seen, "stuck")] == ["sue", "sue"]
+        assert [row[2] for row in table(seen, "attention")] == ["sue", "sue"]
         assert [row[0] for row in table(seen, "quotas")] == ["sue"]
         assert "hidden" in seen.root.one(id="workers").attributes
         assert "Replay rate" not in shown
@@ -478,7 +600,7 @@ def test_what_users_write_is_shown_as_text(server: TokenServer, tenant: str, ope
         shown = " ".join(NASTY.split())
         assert root.one(id="failures").text.count(shown) == 3
         assert shown in root.one(id="workers").text
-        assert "serves the queue '<b>queue</b>'" in root.one(id="stuck").text
+        assert "serves the queue '<b>queue</b>'" in root.one(id="attention").text
         assert not root.all("img")
         assert not root.all("b")
         assert len([each for each in root.all("script") if not each.get("src")]) == 0
@@ -548,6 +670,20 @@ def test_steps_whose_runs_are_all_over_are_counted_once() -> None:
     counts.add({start: {"FAILED": 2} for start in [starts[5], *later[-4:]]}, settled_us=later[-4])
     assert counts.of(later)[4] == {"FAILED": 2}
     assert counts.of(later)[0] == {"SUCCEEDED": 1}
+
+
+def test_the_axis_has_room_for_its_labels_and_one_run_is_seen_beside_a_million() -> None:
+    starts = HOUR.starts(1_800_000_000_000_000)
+    counts: list[dict[str, int]] = [{} for _ in starts]
+    small = chart.stacked_chart(HOUR, starts, counts, ("SUCCEEDED", "FAILED"))
+    counts[3], counts[7] = {"SUCCEEDED": 1_000_000, "FAILED": 1}, {"FAILED": 1}
+    large = chart.stacked_chart(HOUR, starts, counts, ("SUCCEEDED", "FAILED"))
+    longest = max(len(each.label) for each in large.levels)
+    assert (longest, large.left >= 7 * longest) == (9, True)
+    assert small.left < large.left <= large.bars[0].x
+    blocks = [block for bar in large.bars for block in bar.blocks]
+    assert len(blocks) == 3
+    assert all(block.height >= 3 and block.y >= 0 for block in blocks)
 
 
 @pytest.mark.parametrize(("most", "top"), [(0, 4), (3, 4), (4, 4), (5, 5), (6, 10), (11, 20), (41, 50), (999, 1000)])

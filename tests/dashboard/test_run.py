@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from semel.dashboard.templating import DASH
+from semel.db.schema import run_logs
 from support.apps.dashboard_app import SQUARE
 from support.dashboard_runs import TRICKS, ended, idle, manual_worker, runs_server, submitted
 from support.databases import DATABASES
-from support.pages import Browser, Node, Page, browser
+from support.pages import Browser, Node, Page, browser, put_rows
 from support.service import TokenServer
 
 UNKNOWN = "01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d"
@@ -122,6 +123,15 @@ def test_the_picture_tells_of_every_attempt(server: TokenServer, operator: Brows
     assert "attempt 1: lost" in label
     assert "attempt 3: cancelled" in label
     assert "the worker vanished" in picture.one("table").text
+    unlucky = [each.text for each in picture.one("ul", id="run-attempts").all("li")]
+    assert [each.split(" ")[:3] for each in unlucky] == [["lost", "Attempt", "1,"], ["retried", "Attempt", "2,"]]
+    assert [each.partition(": ")[2].split(": ")[-1] for each in unlucky] == ["the worker vanished", "it stumbled"]
+    fences = [int(row[3]) for row in picture.one("table").rows() if row[1] == "leased"]
+    lines = [{"fence": fence, "line": 1, "at_us": 1, "level": "INFO", "text": f"said {fence}"} for fence in fences]
+    put_rows(server.app, run_logs, *({"run_id": run_id, **each} for each in lines))
+    log = operator.open(path).one("section", id="run-log").text
+    for number, fence in zip((1, 2, 2, 3), fences, strict=True):
+        assert f"attempt {number} INFO said {fence}" in log
     assert steps(page)[-2:] == ["cancel_requested", "cancelled"]
     assert page.one("section", id="run-outcome").one("pre", class_="run-error").text == "it stumbled"
 
@@ -310,6 +320,7 @@ def test_two_runs_are_compared_by_what_differs(server: TokenServer, operator: Br
         ended(server, run_id)
     page = operator.open(f"/ui/compare?a={one}&b={other}")
     tables = page.all("table")
+    assert page.all("h2")[0].text == "Parameters"
     folded = {row.all("td")[0].text for row in tables[3].all("tr", class_="differs")}
     assert "Payload hash differs" in folded
     marked = {row.all("td")[0].text for row in tables[2].all("tr", class_="differs")}

@@ -41,7 +41,8 @@ DATABASES = ("sqlite", "postgres")
 
 TABLES = (
     *("runs", "active", "attempts", "outbox", "keys", "run_logs", "jobs", "quotas", "reservations", "workers"),
-    *("leaders", "removals", "run_counts", "run_totals", "costs", "charges", "worker_manifests", "manifests"),
+    *("leaders", "removals", "run_counts", "run_totals", "run_hours", "costs", "charges", "worker_manifests"),
+    *("manifests",),
     *("subscriptions", "deliveries", "audit", "pauses", "sealing", "unsealed", "seals"),
     *("seal_leaves", "purges", "run_actions"),
 )

@@ -298,6 +298,15 @@ def put_workers(app: App, made: list[dict[str, Any]]) -> None:
         run_sync(ledger.close())
 
 
+def put_rows(app: App, table: Table, *rows: dict[str, Any]) -> None:
+    """Insert rows into a table."""
+    ledger = app.ledger(awaited=False)
+    try:
+        run_sync(ledger.write(_insert, table, list(rows)))
+    finally:
+        run_sync(ledger.close())
+
+
 def _insert(conn: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         conn.execute(insert(table).values(**row))
@@ -325,6 +334,7 @@ __all__ = [
     "listening",
     "made_run",
     "parsed",
+    "put_rows",
     "put_runs",
     "put_workers",
 ]

@@ -6,7 +6,21 @@ from typing import Any
 
 from litestar import Response, Router
 
-from semel.dashboard import audit_log, keys, overview, quotas, session, static_files, submit
+from semel.dashboard import (
+    audit_log,
+    errors,
+    keys,
+    models,
+    overview,
+    queues,
+    quotas,
+    session,
+    static_files,
+    submit,
+    tokens,
+    webhooks,
+    workers,
+)
 from semel.dashboard.forms import read_form
 from semel.dashboard.overview.feed import FeedCache
 from semel.dashboard.runs import compare, detail, downloads, run_list
@@ -22,9 +36,15 @@ HANDLERS = (
     *detail.HANDLERS,
     *downloads.HANDLERS,
     *compare.HANDLERS,
+    *errors.HANDLERS,
+    *models.HANDLERS,
     *keys.HANDLERS,
     *audit_log.HANDLERS,
     *quotas.HANDLERS,
+    *queues.HANDLERS,
+    *workers.HANDLERS,
+    *webhooks.HANDLERS,
+    *tokens.HANDLERS,
     *submit.HANDLERS,
     *session.HANDLERS,
     *static_files.HANDLERS,

@@ -71,8 +71,14 @@ NAVIGATION = (
     NavigationEntry("/", "Overview"),
     NavigationEntry("/ui/runs", "Runs"),
     NavigationEntry("/ui/submit", "Submit"),
+    NavigationEntry("/ui/models", "Models", "operator"),
+    NavigationEntry("/ui/errors", "Errors"),
+    NavigationEntry("/ui/queues", "Queues", "operator"),
+    NavigationEntry("/ui/workers", "Workers", "operator"),
     NavigationEntry("/ui/quotas", "Quotas"),
     NavigationEntry("/ui/keys", "Keys", "operator"),
+    NavigationEntry("/ui/webhooks", "Webhooks", "operator"),
+    NavigationEntry("/ui/tokens", "Tokens", "operator"),
     NavigationEntry("/ui/audit", "Audit", "admin"),
 )
 

@@ -68,6 +68,9 @@ class Dialect(Protocol):
         transaction ends. SQLite has one writer, and no locks.
         """
 
+    def joined(self, column: str) -> str:
+        """The texts of a column, one after another; NULL if there is none."""
+
     def total(self, column: str, where: str) -> str:
         """The sum of an integer column over the rows for which ``where`` is true; 0 for no rows. Cannot overflow."""
 
@@ -121,6 +124,9 @@ class Postgres:
     def returning(self, columns: str) -> str:
         return ", ".join(f"k.{name}" for name in columns.split(", "))
 
+    def joined(self, column: str) -> str:
+        return f"string_agg({column}, '')"
+
     def total(self, column: str, where: str) -> str:
         # PostgreSQL's sum of bigints is a numeric.
         return f"coalesce(sum({column}) FILTER (WHERE {where}), 0)"
@@ -168,6 +174,9 @@ class Sqlite:
 
     def returning(self, columns: str) -> str:
         return columns
+
+    def joined(self, column: str) -> str:
+        return f"group_concat({column}, '')"
 
     def total(self, column: str, where: str) -> str:
         # sum() raises if 64 bits are too few; total() is a float.

@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 REVISIONS = (
     *("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010"),
-    *("0011", "0012", "0013", "0014", "0015", "0016"),
+    *("0011", "0012", "0013", "0014", "0015", "0016", "0017"),
 )
 """Every migration, oldest first; the last one is what this release needs."""
 
@@ -402,9 +402,11 @@ run_counts = Table(
     Column("status", Text, nullable=False),
     Column("count", BigInteger, nullable=False),
     Column("spent_us", BigInteger, nullable=False),
+    Column("durations", Text, nullable=True),
 )
 """How many runs ended so, and for how long those that succeeded ran: a row for each batch of ends, with negative
 numbers for runs that were removed. The sweeper adds them to ``run_totals``, so no two workers wait for one row.
+``durations``: a character for each run that was not cancelled (see :mod:`semel.runs.store.durations`).
 """
 
 run_totals = Table(
@@ -419,6 +421,22 @@ run_totals = Table(
     PrimaryKeyConstraint("tenant", "model", "facet", "status", name="semel_run_totals_pkey"),
 )
 """The sums of ``run_counts`` so far. ``facet`` is ``=`` and its value, or empty for none."""
+
+run_hours = Table(
+    "semel_run_hours",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("model", _name, nullable=False),
+    Column("hour_us", BigInteger, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("bucket", Integer, nullable=False),
+    Column("count", BigInteger, nullable=False),
+    PrimaryKeyConstraint("tenant", "model", "hour_us", "status", "bucket", name="semel_run_hours_pkey"),
+)
+"""How many runs ended so in an hour, by how long they took: the sweeper adds up ``run_counts``. ``bucket``: see
+:mod:`semel.runs.store.durations`; -1 if it is not known how long. Runs that are removed still count.
+"""
+Index("semel_run_hours_hour", run_hours.c.hour_us)
 
 costs = Table(
     "semel_costs",

@@ -23,7 +23,7 @@ DEPLOY = Path(__file__).parents[3] / "docs" / "deploy.md"
 STORES = DEPLOY.with_name("stores.md")
 OF_A_TENANT = (
     *("runs", "active", "attempts", "run_counts", "run_totals", "costs", "quotas", "reservations", "jobs"),
-    *("subscriptions", "audit"),
+    *("subscriptions", "audit", "run_hours"),
 )
 OF_A_RUN = ("outbox", "deliveries", "run_logs")
 

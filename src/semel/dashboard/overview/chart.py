@@ -10,7 +10,11 @@ from semel.runs.types import MICRO
 from semel.types import moment
 
 WIDTH, HEIGHT = 960, 200
-LEFT, RIGHT, TOP, BOTTOM = 40, 8, 8, 20
+RIGHT, TOP, BOTTOM = 8, 20, 20
+CHARACTER = 7
+"""The width of a digit: labels of the left axis get as much room as the longest of them needs."""
+LOWEST = 3
+"""The height of the smallest block: one failure is visible beside thousands of runs that succeeded."""
 GAP = 0.15
 """The share of a step that is left free between two bars."""
 TICKS = 4
@@ -81,7 +85,7 @@ class Chart(Struct, frozen=True, kw_only=True):
 
     width: int = WIDTH
     height: int = HEIGHT
-    left: int = LEFT
+    left: int
     right: int = WIDTH - RIGHT
     bars: list[ChartBar]
     levels: list[ChartTick]
@@ -96,23 +100,26 @@ def stacked_chart(
     """A bar for each step, with the statuses stacked in their order, the first at the bottom."""
     top = ceiling(max((sum(each.values()) for each in counts), default=0))
     scale = (HEIGHT - TOP - BOTTOM) / top
-    pitch = (WIDTH - LEFT - RIGHT) / len(starts)
+    levels = _levels(top, scale)
+    left = 10 + CHARACTER * max(len(each.label) for each in levels)
+    pitch = (WIDTH - left - RIGHT) / len(starts)
     bars = []
     for place, (start, each) in enumerate(zip(starts, counts, strict=True)):
         present = {status: each[status] for status in statuses if each.get(status)}
-        x = round(LEFT + pitch * (place + GAP / 2), 2)
+        x = round(left + pitch * (place + GAP / 2), 2)
         width = round(pitch * (1 - GAP), 2)
         bars.append(ChartBar(x, width, _blocks(present, scale), window.label_of(start), present))
     totals = {status: total for status in statuses if (total := sum(each.get(status, 0) for each in counts))}
-    return Chart(bars=bars, levels=_levels(top, scale), times=_times(window, starts, pitch), totals=totals)
+    return Chart(left=left, bars=bars, levels=levels, times=_times(window, starts, left, pitch), totals=totals)
 
 
 def _blocks(counts: Mapping[str, int], scale: float) -> list[Block]:
     blocks = []
     y = float(HEIGHT - BOTTOM)
     for status, count in counts.items():
-        y -= count * scale
-        blocks.append(Block(status, round(y, 2), round(count * scale, 2)))
+        height = max(LOWEST, count * scale)
+        y -= height
+        blocks.append(Block(status, round(y, 2), round(height, 2)))
     return blocks
 
 
@@ -131,11 +138,11 @@ def _levels(top: int, scale: float) -> list[ChartTick]:
     return [ChartTick(round(HEIGHT - BOTTOM - level * scale, 2), f"{level:,}") for level in range(0, top + 1, step)]
 
 
-def _times(window: Window, starts: Sequence[int], pitch: float) -> list[ChartTick]:
+def _times(window: Window, starts: Sequence[int], left: float, pitch: float) -> list[ChartTick]:
     every = max(1, len(starts) // 6)
     shape = "%H:%M" if window.seconds <= 86400 else "%a %H:%M"
     return [
-        ChartTick(round(LEFT + pitch * place, 2), moment(start).strftime(shape))
+        ChartTick(round(left + pitch * place, 2), moment(start).strftime(shape))
         for place, start in enumerate(starts)
         if place % every == 0
     ]

@@ -16,10 +16,11 @@ from contextlib import contextmanager, suppress
 from semel.dashboard.overview import queries
 from semel.dashboard.overview.chart import Window
 from semel.dashboard.overview.queries import Audience
-from semel.dashboard.overview.view import PARTS, OverviewView, ReplayCounter, build_view
+from semel.dashboard.overview.view import PARTS, Count, OverviewView, ReplayCounter, build_view
 from semel.dashboard.templating import render_shared
 from semel.errors import StoreUnavailable
 from semel.runs.types import MICRO, TERMINAL
+from semel.service.api.keys import list_unresolved
 from semel.service.auth.middleware import Principal
 from semel.service.state import ServiceState
 
@@ -33,6 +34,11 @@ SETTLED_AFTER = 120
 TICK = 0.2
 """Seconds within which the feed notices that the server is shutting down."""
 MAX_FEEDS = 200
+COUNT_KEYS_EVERY = 30.0
+"""Seconds between two counts of the keys whose outcome is unknown: each reads all keys."""
+MAX_KEYS = 100
+KEYS_PATIENCE = 0.1
+"""Seconds for which a page waits for that count; if it takes longer, the page shows the one before."""
 
 _log = logging.getLogger("semel.service")
 
@@ -66,6 +72,34 @@ class StepCounts:
         return [self._steps[start] for start in starts]
 
 
+class UnknownKeyCounter:
+    """Counts a tenant's keys whose outcome is unknown. No page waits for long: the count may be of a while ago."""
+
+    def __init__(self, service: ServiceState, tenant: str) -> None:
+        self._service = service
+        self._tenant = tenant
+        self._latest = Count(0)
+        self._task: asyncio.Task[None] | None = None
+        self._next = 0.0
+
+    async def latest(self) -> Count:
+        """The count, up to ``MAX_KEYS``."""
+        if (self._task is None or self._task.done()) and time.monotonic() >= self._next:
+            self._task = asyncio.create_task(self._count())
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=KEYS_PATIENCE)
+        return self._latest
+
+    async def _count(self) -> None:
+        store = self._service.store
+        started = time.monotonic()
+        with suppress(StoreUnavailable):  # the next count may succeed
+            async with self._service.slow_query_lock:
+                found = await store.read(list_unresolved, self._tenant, MAX_KEYS + 1, store.statement_context)
+            self._latest = Count(min(len(found), MAX_KEYS), len(found) > MAX_KEYS)
+        self._next = time.monotonic() + max(COUNT_KEYS_EVERY, PAUSE_FACTOR * (time.monotonic() - started))
+
+
 class OverviewFeed:
     """The overview of one audience and one window."""
 
@@ -80,6 +114,7 @@ class OverviewFeed:
         self._refreshed_at = 0.0
         self._pause = 0.0
         self._counts = StepCounts()
+        self._unknown_keys = UnknownKeyCounter(service, audience.tenant)
         self._refreshing = asyncio.Lock()
         self._watchers = 0
         self.refreshes = 0
@@ -124,7 +159,9 @@ class OverviewFeed:
             self._counts.add(counted, now_us - step_us - SETTLED_AFTER * MICRO)
         snapshot = await store.read(queries.take_snapshot, self.audience, starts[0], now_us, store.statement_context)
         rate = None if self._replay_counter is None else await self._replay_counter.latest()
-        return build_view(snapshot, self._counts.of(starts), rate, audience=self.audience, window=window, now_us=now_us)
+        keys = await self._unknown_keys.latest() if self.audience.user is None else Count(0)
+        counts = self._counts.of(starts)
+        return build_view(snapshot, counts, rate, keys, audience=self.audience, window=window, now_us=now_us)
 
     def render(self, root: str) -> dict[str, str]:
         """The parts of the page as HTML, rendered once for all watchers."""
@@ -188,8 +225,7 @@ class FeedCache:
         feed = self._feeds.pop(key, None)
         if feed is None:
             self._evict()
-            sees_replays = audience.user is None and not audience.tenant
-            feed = OverviewFeed(self._service, audience, window, self.replay_counter if sees_replays else None)
+            feed = OverviewFeed(self._service, audience, window, self.replay_counter if audience.is_main else None)
         self._feeds[key] = feed
         return feed
 

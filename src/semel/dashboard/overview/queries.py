@@ -15,9 +15,10 @@ from sqlalchemy import BindParameter, Connection, Select, bindparam, func, selec
 
 from semel.db.dialect import StatementContext
 from semel.db.schema import active, runs
-from semel.runs.store import queries, quotas
+from semel.runs.store import pauses, queries, quotas
 from semel.runs.store.queries import Filter, has_status
-from semel.runs.types import MICRO, Quota, Usage, WorkerInfo, id_at
+from semel.runs.types import MICRO, Pause, Quota, Usage, WorkerInfo, id_at
+from semel.service.webhooks.deliveries import FailingSubscription, list_failing
 
 MAX_COUNTED = 10_000
 """Pending and running runs are counted up to this number: a backlog can be of any length."""
@@ -29,8 +30,8 @@ LATE = 60
 """Seconds after which a run that is due but was not started is shown as stuck."""
 MAX_STUCK = 10
 """Stuck runs shown, of each kind."""
-MAX_EXPLAINED = 3
-"""Late runs for which the reason is looked up, one of each queue and model."""
+MAX_LATE = 200
+"""Late runs that are read. They are shown by queue and model, whose runs wait for the same reason."""
 MAX_RUNNING = 200
 """Running runs that are read to show which worker holds them."""
 FAILURES = 8
@@ -48,6 +49,11 @@ class Audience(Struct, frozen=True):
 
     tenant: str
     user: str | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether they see all runs of the main tenant, which owns what all tenants share."""
+        return self.user is None and not self.tenant
 
     def filter(self, *status: str) -> Filter:
         """Their runs, of these statuses; of any status where none is given."""
@@ -96,6 +102,15 @@ class StuckRun(Struct, frozen=True):
     due_us: int
     lease_until_us: int | None
     reason: str = ""
+    others: int = 0
+    """How many more runs of the same queue and model are late, among the ``MAX_LATE`` oldest."""
+
+
+class DueRun(Struct, frozen=True):
+    """A run that waits, and since when it has been due."""
+
+    id: str
+    due_us: int
 
 
 class StalledRun(Struct, frozen=True):
@@ -149,7 +164,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     pending: int
     running: int
-    oldest_due_us: int | None
+    oldest_due: DueRun | None
     ended: list[EndedRun]
     sampled: frozenset[str]
     """The final statuses of which only the newest runs were read."""
@@ -160,6 +175,9 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     failures: list[Failure]
     quotas: list[QuotaUse]
     workers: list[WorkerInfo]
+    pauses: list[Pause]
+    """Of all tenants, so only the main tenant's operators see them."""
+    webhooks: list[FailingSubscription]
 
 
 def count_runs(conn: Connection, audience: Audience, starts: Sequence[int], step_us: int) -> dict[int, dict[str, int]]:
@@ -188,8 +206,8 @@ def take_snapshot(
 ) -> Snapshot:
     """The present state, and the runs that ended since ``since_us``.
 
-    ``now_us`` is the hosts' clock, from which ids are made; leases expire by the database's clock. Workers are listed
-    only for callers who see everybody's runs.
+    ``now_us`` is the hosts' clock, from which ids are made; leases expire by the database's clock. Workers and webhooks
+    are listed only for callers who see everybody's runs.
     """
     now = quotas.read_clock(conn, terms)
     ended, sampled = _ended(conn, audience, since_us)
@@ -197,7 +215,7 @@ def take_snapshot(
     return Snapshot(
         pending=pending.total(),
         running=running.total(),
-        oldest_due_us=_oldest_due(conn, audience, now),
+        oldest_due=_oldest_due(conn, audience, now),
         ended=ended,
         sampled=sampled,
         lost=_lost(conn, audience, now),
@@ -207,6 +225,8 @@ def take_snapshot(
         failures=_failures(conn, audience, now_us),
         quotas=_quotas(conn, audience, pending + running, ended, now),
         workers=queries.list_workers(conn, terms) if audience.user is None else [],
+        pauses=pauses.list_pauses(conn) if audience.is_main else [],
+        webhooks=list_failing(conn, audience.tenant, now) if audience.user is None else [],
     )
 
 
@@ -218,12 +238,12 @@ def _count_by_user(conn: Connection, audience: Audience, status: str) -> Counter
     return Counter({row.user_id: row[1] for row in rows})
 
 
-def _oldest_due(conn: Connection, audience: Audience, now: int) -> int | None:
-    """When the longest waiting of the oldest pending runs became due."""
-    query = select(runs.c.due_us).where(*audience.filter("PENDING").conditions(), runs.c.due_us <= now)
+def _oldest_due(conn: Connection, audience: Audience, now: int) -> DueRun | None:
+    """The longest waiting of the oldest pending runs."""
+    query = select(runs.c.id, runs.c.due_us).where(*audience.filter("PENDING").conditions(), runs.c.due_us <= now)
     some = query.order_by(runs.c.active_id).limit(MAX_STUCK).subquery()
-    oldest: int | None = conn.scalar(select(func.min(some.c.due_us)))
-    return oldest
+    row = conn.execute(select(some).order_by(some.c.due_us).limit(1)).one_or_none()
+    return None if row is None else DueRun(*row)
 
 
 def _ended(conn: Connection, audience: Audience, since_us: int) -> tuple[list[EndedRun], frozenset[str]]:
@@ -250,16 +270,19 @@ def _lost(conn: Connection, audience: Audience, now: int) -> list[StuckRun]:
 
 
 def _late(conn: Connection, audience: Audience, now: int, terms: StatementContext) -> list[StuckRun]:
-    """Runs that have been due for long; the first of each queue and model with the reason why it waits."""
-    query = select(*_STUCK).where(*audience.filter("PENDING").conditions(), runs.c.due_us < now - LATE * MICRO)
-    late = [StuckRun(*row) for row in conn.execute(query.order_by(runs.c.active_id).limit(MAX_STUCK))]
-    reasons: dict[tuple[str, str], str] = {}
-    for each in late:
-        kind = (each.queue, each.model)
-        if kind not in reasons and len(reasons) < MAX_EXPLAINED:
-            waiting = queries.waiting(conn, each.id, terms)
-            reasons[kind] = "" if waiting is None else waiting.reason
-    return [msgspec.structs.replace(each, reason=reasons.pop((each.queue, each.model), "")) for each in late]
+    """Runs that have been due for long: the oldest of each queue and model, with the reason why it waits."""
+    columns = [active.c[name] for name in ("id", "model", "user_id", "queue", "worker", "due_us", "lease_until_us")]
+    late = (active.c.lease_until_us.is_(None), active.c.due_us < now - LATE * MICRO)
+    query = select(*columns).where(*audience.filter().conditions(active), *late)
+    kinds: dict[tuple[str, str], list[StuckRun]] = {}
+    for row in conn.execute(query.order_by(active.c.id).limit(MAX_LATE)):
+        kinds.setdefault((row.queue, row.model), []).append(StuckRun(*row))
+    found = []
+    for same in list(kinds.values())[:MAX_STUCK]:
+        waiting = queries.waiting(conn, same[0].id, terms)
+        if waiting is not None:
+            found.append(msgspec.structs.replace(same[0], reason=waiting.reason, others=len(same) - 1))
+    return found
 
 
 def _stalled(conn: Connection, audience: Audience) -> list[StalledRun]:

@@ -17,6 +17,7 @@ from semel.dashboard.overview.chart import Chart, Window, stacked_chart
 from semel.dashboard.overview.queries import (
     MAX_COUNTED,
     Audience,
+    DueRun,
     EndedRun,
     Failure,
     QuotaUse,
@@ -26,15 +27,21 @@ from semel.dashboard.overview.queries import (
     StuckRun,
 )
 from semel.dashboard.quotas import QuotaBar, bars_of, used_part
-from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
+from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL, Pause
 from semel.service.api.views import worker_view
 from semel.service.telemetry.metrics import FOLDER
+from semel.service.webhooks.deliveries import FailingSubscription
+from semel.types import moment
 
-PARTS = ("figures", "chart", "stuck", "running", "failures", "latency", "workers", "quotas")
+PARTS = ("attention", "figures", "chart", "running", "failures", "latency", "workers", "quotas")
 """The parts of the page that are updated live; each is a template in the folder overview."""
 MAX_RUNNING = 12
 MAX_RUNS_OF_WORKER = 6
+MAX_WORKERS = 20
 MAX_QUOTAS = 10
+MAX_EXCEEDED = 5
+SILENT_FOR = 3600
+"""Seconds for which a worker that sends no heartbeat any more is shown."""
 PERCENTILES = (0.5, 0.95, 0.99)
 STACK = ("SUCCEEDED", "FAILED", "CANCELLED", "RUNNING", "PENDING")
 GOOD_REPLAY_RATE = 0.8
@@ -128,6 +135,17 @@ class WorkerRow(Struct, frozen=True):
         return "silent" if not self.worker.alive else "draining" if self.worker.draining else "alive"
 
 
+class FailingWebhook(Struct, frozen=True, kw_only=True):
+    """A subscription that fails. Of its address only the host is shown: the rest may be secret."""
+
+    id: str
+    host: str
+    disabled: bool
+    retrying: int
+    dead: int
+    error: str
+
+
 class QuotaRow(Struct, frozen=True):
     """A user's active runs, and the limit of which they use the largest share; None where they have none."""
 
@@ -140,12 +158,14 @@ class OverviewView(Struct, frozen=True, kw_only=True):
     """Everything on the page."""
 
     window: Window
+    since: str
+    """The start of the window, as the list of runs takes it."""
     everybody: bool
     """Whether the runs of all users are shown, not only the caller's."""
     chart: Chart
     pending: Count
     running: Count
-    oldest_due_us: int | None
+    oldest_due: DueRun | None
     ended: int
     sampled: bool
     """Whether only the newest of the runs that ended were read, which is enough for percentiles."""
@@ -155,16 +175,34 @@ class OverviewView(Struct, frozen=True, kw_only=True):
     lost: list[StuckRun]
     late: list[StuckRun]
     stalled: list[StalledRun]
+    unknown_keys: Count
+    exceeded: list[QuotaRow]
+    """Users who have used up a limit that does not free itself when a run ends."""
+    pauses: list[Pause]
+    webhooks: list[FailingWebhook]
     running_runs: list[RunningRun]
     failures: list[Failure]
     workers: list[WorkerRow]
+    all_workers: int
     quotas: list[QuotaRow]
+
+    @property
+    def silent(self) -> list[WorkerRow]:
+        """The workers that send no heartbeat any more."""
+        return [each for each in self.workers if each.state == "silent"]
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing needs attention."""
+        stuck = self.lost or self.late or self.stalled
+        return not (stuck or self.unknown_keys.number or self.exceeded or self.pauses or self.webhooks or self.silent)
 
 
 def build_view(
     snapshot: Snapshot,
     counts: Sequence[Mapping[str, int]],
     replay_rate: ReplayRate | None,
+    unknown_keys: Count,
     *,
     audience: Audience,
     window: Window,
@@ -172,13 +210,15 @@ def build_view(
 ) -> OverviewView:
     """The page for these numbers; ``counts`` are the runs by status of each step of the window."""
     starts = window.starts(now_us)
+    workers = _workers(snapshot, now_us - SILENT_FOR * MICRO, all_tenants=not audience.tenant)
     return OverviewView(
         window=window,
+        since=moment(starts[0]).strftime("%Y-%m-%dT%H:%M"),
         everybody=audience.user is None,
         chart=stacked_chart(window, starts, counts, STACK),
         pending=Count.of(snapshot.pending),
         running=Count.of(snapshot.running),
-        oldest_due_us=snapshot.oldest_due_us,
+        oldest_due=snapshot.oldest_due,
         ended=len(snapshot.ended),
         sampled=bool(snapshot.sampled),
         per_minute=_per_minute(snapshot, starts, window),
@@ -187,9 +227,14 @@ def build_view(
         lost=snapshot.lost,
         late=snapshot.late,
         stalled=snapshot.stalled,
+        unknown_keys=unknown_keys,
+        exceeded=[row for each in snapshot.quotas if (row := _exceeded(each)) is not None][:MAX_EXCEEDED],
+        pauses=snapshot.pauses,
+        webhooks=[_failing(each) for each in snapshot.webhooks],
         running_runs=snapshot.running_runs[:MAX_RUNNING],
         failures=snapshot.failures,
-        workers=_workers(snapshot, all_tenants=not audience.tenant),
+        workers=workers[:MAX_WORKERS],
+        all_workers=len(workers),
         quotas=_quotas(snapshot.quotas),
     )
 
@@ -225,14 +270,14 @@ def percentile(values: Sequence[float], part: float) -> float | None:
     return values[max(0, min(len(values), rank) - 1)]
 
 
-def _workers(snapshot: Snapshot, *, all_tenants: bool) -> list[WorkerRow]:
-    """Silent workers first. Workers inside servers, which do the service's own work, are left out."""
+def _workers(snapshot: Snapshot, since_us: int, *, all_tenants: bool) -> list[WorkerRow]:
+    """Silent workers first, those seen since then. Workers inside servers, for the service's own work, are left out."""
     by_worker: dict[str, list[RunningRun]] = {}
     for run in snapshot.running_runs:
         by_worker.setdefault(run.worker, []).append(run)
     rows = []
     for worker in snapshot.workers:
-        if worker.queues == [INTERNAL_QUEUE]:
+        if worker.queues == [INTERNAL_QUEUE] or (worker.seen_us < since_us and not worker.alive):
             continue
         held = by_worker.get(worker.id, [])
         count = sum(worker.holds.values()) if all_tenants else len(held)
@@ -252,3 +297,22 @@ def _quota_row(use: QuotaUse) -> QuotaRow:
     bars = [] if use.usage is None else bars_of(use.quota, use.usage)
     limited = [bar for bar in bars if bar.part is not None]
     return QuotaRow(use.user, use.active, max(limited, key=used_part, default=None))
+
+
+def _exceeded(use: QuotaUse) -> QuotaRow | None:
+    """The limit that the user exceeds, or has used up; the limit of active runs may be used up at any time."""
+    bars = [] if use.usage is None else bars_of(use.quota, use.usage)
+    spent = [bar for bar in bars if bar.state == "over" or (bar.state == "full" and bar is not bars[0])]
+    return QuotaRow(use.user, use.active, max(spent, key=used_part)) if spent else None
+
+
+def _failing(each: FailingSubscription) -> FailingWebhook:
+    subscription = each.subscription
+    return FailingWebhook(
+        id=subscription.id,
+        host=subscription.host,
+        disabled=subscription.disabled_us is not None,
+        retrying=each.retrying,
+        dead=each.dead,
+        error=each.last_error,
+    )

@@ -80,11 +80,12 @@ async def show(
 
 
 async def _sections(service: ServiceState, caller: Principal, one: Run, other: Run) -> list[Section]:
-    """What may explain a difference, the most likely first. The parameters have their place among them."""
+    """What may explain a difference: the parameters first, then the rest, the most likely first."""
     manifests = [visible(await service.engine.manifest(run.id), caller) for run in (one, other)]
     found = compare(manifests[0], manifests[1], NOT_COMPARED).sections
     by_name = {each.name: each for each in found if not each.folded}
-    return [by_name.get(name, Section(name=name)) for name in SECTIONS if name in by_name or name == "parameters"]
+    parameters = by_name.get("parameters", Section(name="parameters"))
+    return [parameters, *(by_name[name] for name in SECTIONS if name in by_name and name != "parameters")]
 
 
 async def _sides(service: ServiceState, *runs: Run) -> list[Side]:

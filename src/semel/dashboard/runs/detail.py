@@ -15,7 +15,7 @@ from msgspec import Struct
 from semel.api_types import Problem
 from semel.dashboard.runs import queries
 from semel.dashboard.runs.downloads import image_type
-from semel.dashboard.runs.timeline import draw_timeline
+from semel.dashboard.runs.timeline import attempts_of, draw_timeline
 from semel.dashboard.sse import END_EVENT, NO_UPDATE, live_response, replace_event
 from semel.dashboard.templating import page, pretty, redirect_with_message, render_part, short_id
 from semel.errors import IllegalTransition, ResultStoreError, RunNotComplete, RunNotFound, StoreUnavailable
@@ -250,11 +250,14 @@ def template_context(detail: RunDetail) -> dict[str, Any]:
     """The variables of the page's templates."""
     run = detail.run
     failed = run.status != "SUCCEEDED"
+    attempts = attempts_of(detail.steps, run)
     images = [each for each in run.artifacts if image_type(each.name) and each.size <= MAX_IMAGE_SIZE]
     return {
         "detail": detail,
         "run": run,
         "timeline": draw_timeline(run, detail.steps, time.time_ns() // 1000),
+        "unlucky": [each for each in attempts if each.outcome in ("lost", "retried")],
+        "attempt_of": {each.fence: each.number for each in attempts} if run.attempts > 1 else {},
         "error": run.last_error if failed else None,
         "traceback": truncate_head(run.traceback) if run.traceback and failed else None,
         "images": images[:MAX_IMAGES],

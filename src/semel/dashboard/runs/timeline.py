@@ -104,6 +104,9 @@ class TimelineAttempt(Struct):
     outcome: str = ""
     cancel_requested: int | None = None
     worker: str | None = None
+    fence: int | None = None
+    note: str | None = None
+    """Why it ended."""
 
 
 def attempts_of(steps: Sequence[Step], run: Run) -> list[TimelineAttempt]:
@@ -113,13 +116,13 @@ def attempts_of(steps: Sequence[Step], run: Run) -> list[TimelineAttempt]:
     for step in steps:
         attempt = found[-1]
         if step.step == "leased":
-            attempt.began, attempt.worker = step.at_us, step.worker
+            attempt.began, attempt.worker, attempt.fence = step.at_us, step.worker, step.fence
         elif step.step == "cancel_requested":
             attempt.cancel_requested = step.at_us
         elif step.status not in ("PENDING", "RUNNING"):
-            attempt.ended, attempt.outcome = step.at_us, step.step
+            attempt.ended, attempt.outcome, attempt.note = step.at_us, step.step, step.note
         elif attempt.began is not None and step.status == "PENDING":
-            attempt.ended, attempt.outcome = step.at_us, step.step
+            attempt.ended, attempt.outcome, attempt.note = step.at_us, step.step, step.note
             found.append(TimelineAttempt(attempt.number + (step.step not in UNCOUNTED), step.at_us))
     return found
 

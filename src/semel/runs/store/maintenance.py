@@ -12,7 +12,8 @@ If the process dies in between, the next purge finds the notes and goes on. So n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -43,6 +44,7 @@ from semel.db.schema import (
     outbox,
     removals,
     run_counts,
+    run_hours,
     runs,
     submitted,
     workers,
@@ -51,12 +53,18 @@ from semel.runs.execution.input_data import folder_of
 from semel.runs.store import audit_log, quotas, run_keys
 from semel.runs.store.audit_log import Change
 from semel.runs.store.digests import note_purge
+from semel.runs.store.durations import CHARACTERS
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
 from semel.runs.types import DAY_US, INTERNAL_QUEUE, MICRO, TERMINAL
 
 BATCH = 1000
 """Rows of a kind that one transaction removes."""
+HOUR_US = 3600 * MICRO
+HOURS_KEPT_US = 35 * DAY_US
+"""For how long it is known how many runs ended in an hour."""
+UNKNOWN = -1
+"""The bucket of runs of which it is not known how long they took."""
 COSTS_KEPT_US = 400 * DAY_US
 """The longest period of a cost limit is a year."""
 EVENTS_KEPT_US = 7 * DAY_US
@@ -111,18 +119,10 @@ def worker_gone(conn: Connection, worker_id: str) -> None:
     conn.execute(delete(workers).where(workers.c.id == worker_id))
 
 
-_SUMMED = """tenant, model, CASE WHEN facet IS NULL THEN '' ELSE '=' || facet END, status,
-  CAST(sum(count) AS bigint), CAST(sum(spent_us) AS bigint)"""
-
-
-def _add_up(dialect: Dialect) -> str:
-    gone = "semel_run_counts"
-    before = ""
-    if dialect.writes_in_with:
-        gone, before = "gone", "WITH gone AS (DELETE FROM semel_run_counts RETURNING *)"
-    return f"""
-{before} INSERT INTO semel_run_totals AS k (tenant, model, facet, status, count, spent_us)
-SELECT {_SUMMED} FROM {gone} WHERE true GROUP BY 1, 2, 3, 4
+_ADD_TOTALS = """INSERT INTO semel_run_totals AS k (tenant, model, facet, status, count, spent_us)
+SELECT tenant, model, CASE WHEN facet IS NULL THEN '' ELSE '=' || facet END, status,
+  CAST(sum(count) AS bigint), CAST(sum(spent_us) AS bigint)
+FROM {counts} WHERE true GROUP BY 1, 2, 3, 4
 ON CONFLICT (tenant, model, facet, status) DO UPDATE
 SET count = k.count + excluded.count, spent_us = k.spent_us + excluded.spent_us"""
 
@@ -139,18 +139,67 @@ ON CONFLICT (tenant, user_id, day_us) DO UPDATE
 SET cost = {dialect.capped("CAST(k.cost AS numeric) + excluded.cost")}"""
 
 
-_ADD_UP, _ADD_UP_COSTS = Statement(_add_up), Statement(_add_up_costs)
+def _ended_lately(dialect: Dialect, counts: str) -> str:
+    """What ended since the counts were last added up; not what was removed."""
+    return f"""SELECT tenant, model, status, CAST(sum(count) AS bigint), {dialect.joined("durations")}
+FROM {counts} WHERE count > 0 GROUP BY tenant, model, status"""
+
+
+_ADD_UP = Statement(
+    lambda w: (
+        f"""WITH gone AS (DELETE FROM semel_run_counts RETURNING *),
+added AS ({_ADD_TOTALS.format(counts="gone")}) {_ended_lately(w, "gone")}"""
+    )
+)
+_ENDED_LATELY = Statement(lambda w: _ended_lately(w, "semel_run_counts"))
+_ADD_UP_ALONE = Statement(lambda _: _ADD_TOTALS.format(counts="semel_run_counts"))
+_HOUR_COLUMNS = {
+    "in_tenant": "text",
+    "in_model": "text",
+    "in_status": "text",
+    "in_bucket": "integer",
+    "in_count": "bigint",
+}
+_ADD_HOURS = Statement(
+    lambda w: (
+        f"""
+INSERT INTO semel_run_hours AS k (tenant, model, hour_us, status, bucket, count)
+SELECT in_tenant, in_model, :hour, in_status, in_bucket, in_count FROM {w.batch(_HOUR_COLUMNS)} WHERE true
+ON CONFLICT (tenant, model, hour_us, status, bucket) DO UPDATE SET count = k.count + excluded.count"""
+    ),
+    _HOUR_COLUMNS,
+)
+
+
+_ADD_UP_COSTS = Statement(_add_up_costs)
 
 
 def add_up(conn: Connection, context: StatementContext) -> None:
-    """Add the counts of runs that ended to the totals, and what they cost to the costs of their users' days, so that a
-    summary and a quota read few rows.
+    """Add the counts of runs that ended to the totals and to those of this hour, and what they cost to the costs of
+    their users' days, so that a summary and a quota read few rows.
     """
-    read_clock(conn, context)
-    for statement, noted in ((_ADD_UP, run_counts), (_ADD_UP_COSTS, charges)):
-        statement.count(conn)
-        if conn.dialect.name == "sqlite":
-            conn.execute(delete(noted))
+    now = read_clock(conn, context)
+    if conn.dialect.name == "sqlite":
+        ended = _ENDED_LATELY.rows(conn)
+        _ADD_UP_ALONE.count(conn)
+        conn.execute(delete(run_counts))
+        _ADD_UP_COSTS.count(conn)
+        conn.execute(delete(charges))
+    else:
+        ended = _ADD_UP.rows(conn)
+        _ADD_UP_COSTS.count(conn)
+    rows = sorted(_by_duration(ended))  # in one order, so that two sweepers do not wait for each other
+    if rows:
+        _ADD_HOURS.count(conn, rows, hour=now - now % HOUR_US)
+
+
+def _by_duration(ended: Sequence[Any]) -> Iterator[tuple[str, str, str, int, int]]:
+    for tenant, model, status, count, written in ended:
+        found = Counter(written or "")
+        if unknown := count - found.total():
+            yield tenant, model, status, UNKNOWN, unknown
+        for character, runs_ in found.items():
+            yield tenant, model, status, CHARACTERS.index(character), runs_
 
 
 def remove_expired(conn: Connection, context: StatementContext) -> tuple[int, bool]:
@@ -161,6 +210,7 @@ def remove_expired(conn: Connection, context: StatementContext) -> tuple[int, bo
     now = read_clock(conn, context)
     conn.execute(delete(workers).where(workers.c.seen_us < now - DAY_US))
     conn.execute(delete(costs).where(costs.c.day_us < now - COSTS_KEPT_US))
+    conn.execute(delete(run_hours).where(run_hours.c.hour_us < now - HOURS_KEPT_US))
     removed = run_keys.purge(conn, BATCH, context), quotas.purge_reservations(conn, context, BATCH)
     return sum(removed), max(removed) >= BATCH
 

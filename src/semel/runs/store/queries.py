@@ -39,6 +39,7 @@ from semel.db.schema import (
     has_digest,
     jobs,
     run_counts,
+    run_hours,
     run_logs,
     run_totals,
     runs,
@@ -605,6 +606,13 @@ def summary(conn: Connection, tenant: str, *, grouped: bool, user: str | None = 
         Summary(model=model, group=group, counts=by_status, mean_seconds=seconds.get((model, group)))
         for (model, group), by_status in counts.items()
     ]
+
+
+def model_hours(conn: Connection, tenant: str, model: str, since_us: int) -> list[tuple[int, str, int, int]]:
+    """How many runs of a model ended since then: (hour, status, bucket of durations, count)."""
+    columns = (run_hours.c.hour_us, run_hours.c.status, run_hours.c.bucket, run_hours.c.count)
+    of_model = (run_hours.c.tenant == tenant, run_hours.c.model == model, run_hours.c.hour_us >= since_us)
+    return [tuple(row) for row in conn.execute(select(*columns).where(*of_model))]
 
 
 class Backlog(Struct, frozen=True):

@@ -29,7 +29,7 @@ from sqlalchemy import Connection, bindparam, text
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.db.schema import jobs
-from semel.runs.store import audit_log
+from semel.runs.store import audit_log, durations
 from semel.runs.store.audit_log import Change
 from semel.runs.store.digests import ENQUEUE, attempt_digest, enqueue, is_sealed
 from semel.runs.types import DAY_US, HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
@@ -104,11 +104,12 @@ def tell(conn: Connection, steps: Iterable[tuple[str, int]], context: StatementC
             _TELL_STEP.count(conn, run_id=run_id, version=version, publish=context.publish)
 
 
-def counting(source: str) -> str:
+def counting(dialect: Dialect, source: str) -> str:
     """An INSERT of how many of the attempts in ``source`` ended a run, for the summary: see ``schema.run_counts``."""
-    return f"""INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us)
+    return f"""INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us, durations)
 SELECT tenant, model, facet, status, count(*),
-  CAST(coalesce(sum(CASE WHEN status = 'SUCCEEDED' THEN ended_us - first_us END), 0) AS bigint)
+  CAST(coalesce(sum(CASE WHEN status = 'SUCCEEDED' THEN ended_us - first_us END), 0) AS bigint),
+  {dialect.joined(f"CASE WHEN status <> 'CANCELLED' THEN {durations.in_sql('ended_us - first_us')} END")}
 FROM {source} WHERE status <> 'PENDING' AND (queue <> '{INTERNAL_QUEUE}' OR user_id <> '')
 GROUP BY tenant, model, facet, status"""
 
@@ -240,7 +241,7 @@ WITH held AS MATERIALIZED (SELECT * FROM {w.batch(columns)}),
 e AS (DELETE FROM semel_active AS k USING held WHERE {FENCED} RETURNING {_success(w, more=more)}),
 noted AS ({_noting(w, written, "e")}),
 queued AS ({ENQUEUE}),
-counted AS ({counting("e")}),
+counted AS ({counting(w, "e")}),
 charged AS ({charging(w, "e")}),
 told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
 SELECT CAST(run_id AS text), {_OVER} FROM e"""
@@ -304,8 +305,9 @@ FROM {w.batch(_HELD_COLUMNS)} CROSS JOIN semel_active AS k ON {FENCED}"""
 )
 _COUNT_SUCCESSES = Statement(
     lambda w: counting(
+        w,
         f"""(SELECT k.*, 'SUCCEEDED' AS status, {w.now} AS ended_us, {FIRST_START} AS first_us
-             FROM semel_active AS k WHERE {w.is_in("k.rowid", "rows")}) AS e"""
+             FROM semel_active AS k WHERE {w.is_in("k.rowid", "rows")}) AS e""",
     )
 )
 _REMOVE_ROWS = Statement(lambda w: f"DELETE FROM semel_active WHERE {w.is_in('rowid', 'rows')}")
@@ -378,7 +380,7 @@ WITH held AS MATERIALIZED ({held}),
 e AS MATERIALIZED ({_ended(dialect)} FOR UPDATE OF k),
 noted AS ({_noting(dialect, _ATTEMPT, "e")}),
 queued AS ({ENQUEUE}),
-counted AS ({counting("e")}),
+counted AS ({counting(dialect, "e")}),
 charged AS ({charging(dialect, "e")}),
 again AS ({_again(dialect.now)}),
 gone AS (DELETE FROM semel_active AS k USING e WHERE k.id = e.run_id AND e.status <> 'PENDING'),
@@ -395,7 +397,7 @@ def _with_ended(dialect: Dialect, then: str) -> str:
 
 _ENDED = Statement(lambda w: _with_ended(w, f"SELECT run_id, {_LOST}, version FROM e"), _END_COLUMNS)
 _NOTE = Statement(lambda w: _with_ended(w, _noting(w, _ATTEMPT, "e")), _END_COLUMNS)
-_COUNT = Statement(lambda w: _with_ended(w, counting("e")), _END_COLUMNS)
+_COUNT = Statement(lambda w: _with_ended(w, counting(w, "e")), _END_COLUMNS)
 _CHARGE = Statement(lambda w: _with_ended(w, charging(w, "e")), _END_COLUMNS)
 _WAIT_AGAIN = Statement(lambda w: _with_ended(w, _again(w.now)), _END_COLUMNS)
 
@@ -600,9 +602,9 @@ def _cancelled(dialect: Dialect) -> str:
     return _insert(dialect, _NEVER_LEASED, "held WHERE status = 'CANCELLED'", "held.id", "held.version + 1")
 
 
-_COUNT_CANCELLED = counting(
-    "(SELECT h.*, h.at_us AS ended_us, h.started_us AS first_us FROM held AS h WHERE h.status = 'CANCELLED') AS e"
-)
+def _count_cancelled(dialect: Dialect) -> str:
+    cancelled = "SELECT h.*, h.at_us AS ended_us, h.started_us AS first_us FROM held AS h WHERE h.status = 'CANCELLED'"
+    return counting(dialect, f"({cancelled}) AS e")
 
 
 def _charge_cancelled(dialect: Dialect) -> str:
@@ -619,7 +621,7 @@ _CANCEL = Statement(
 WITH held AS MATERIALIZED ({_cancellable(w)}),
 noted AS ({_cancelled(w)}),
 queued AS ({ENQUEUE}),
-counted AS ({_COUNT_CANCELLED}),
+counted AS ({_count_cancelled(w)}),
 charged AS ({_charge_cancelled(w)}),
 gone AS (DELETE FROM semel_active AS k USING held WHERE k.id = held.id AND held.status = 'CANCELLED'),
 asked AS ({_ASK}),
@@ -635,7 +637,7 @@ SELECT CAST(id AS text), status FROM held"""
 )
 _CANCELLABLE = Statement(lambda w: f"SELECT id, status, version + 1 FROM ({_cancellable(w)}) AS held")
 _NOTE_CANCELLED = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_cancelled(w)}")
-_NOTE_COUNT = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_COUNT_CANCELLED}")
+_NOTE_COUNT = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_count_cancelled(w)}")
 _NOTE_CHARGE = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_charge_cancelled(w)}")
 _ASK_RUNNING = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_ASK}")
 

@@ -121,7 +121,7 @@ async def unresolved(
 ) -> KeyList:
     """Keys whose owner vanished, oldest first: they stay so until somebody resolves them."""
     whose = tenant_for(caller, tenant)
-    found = await service.store.read(_unresolved, whose, limit, service.store.statement_context)
+    found = await service.store.read(list_unresolved, whose, limit, service.store.statement_context)
     return KeyList(keys=[_view(record, whose) for record in found])
 
 
@@ -245,7 +245,8 @@ async def _record(service: ServiceState, scope: str, key: str) -> Record:
     return record
 
 
-def _unresolved(conn: Connection, tenant: str, limit: int, terms: StatementContext) -> list[Record]:
+def list_unresolved(conn: Connection, tenant: str, limit: int, terms: StatementContext) -> list[Record]:
+    """The tenant's keys whose outcome is unknown, oldest first. Reads all keys that there are."""
     now = quotas.read_clock(conn, terms)
     outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # as semel.once.rules.end_of computes it
     lost = [

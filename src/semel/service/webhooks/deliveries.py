@@ -12,13 +12,14 @@ The events of a run are leased in order: the next one after the first attempt of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct
-from sqlalchemy import ColumnElement, Connection, delete, exists, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, delete, exists, func, or_, select, tuple_, update
 
 from semel.db.dialect import Dialect, Statement, StatementContext
 from semel.db.schema import deliveries
@@ -332,6 +333,62 @@ def list_deliveries(
     items = [Delivery(**row) for row in rows[:limit]]
     last = items[-1] if len(rows) > limit else None
     return DeliveryRows(items, None if last is None else (last.due_us, last.run_id, last.version, last.subscription_id))
+
+
+FAILING_WITHIN = 86400
+"""Seconds for which a subscription whose delivery was given up counts as failing."""
+MAX_LOOKED_AT = 10_000
+"""Deliveries of each state, of all tenants, that are looked at for those that fail."""
+
+
+class FailingSubscription(Struct, frozen=True, kw_only=True):
+    """A subscription that was disabled, or whose receiver refuses events."""
+
+    subscription: Subscription
+    retrying: int
+    """Deliveries that failed and are tried again."""
+    dead: int
+    """Deliveries that were given up lately."""
+    last_error: str
+
+
+def list_failing(conn: Connection, tenant: str, now_us: int) -> list[FailingSubscription]:
+    """The tenant's subscriptions that fail."""
+    known = subscriptions.list_subscriptions(conn, tenant)
+    if not known:
+        return []
+    found: dict[str, Counter[str]] = {}
+    errors: dict[str, str] = {}
+    for row in (*_failed(conn, "waiting", 0), *_failed(conn, "dead", now_us - FAILING_WITHIN * MICRO)):
+        found.setdefault(row.subscription_id, Counter())[row.state] += row.count
+        errors[row.subscription_id] = row.error or f"HTTP {row.status}"
+    return [
+        FailingSubscription(
+            subscription=each,
+            retrying=found.get(each.id, Counter())["waiting"],
+            dead=found.get(each.id, Counter())["dead"],
+            last_error=errors.get(each.id, ""),
+        )
+        for each in known
+        if each.disabled_us is not None or each.id in found
+    ]
+
+
+def _failed(conn: Connection, state: State, since_us: int) -> Sequence[Any]:
+    """How many of the first deliveries in this state have failed, by subscription, with one of their errors."""
+    names = ("subscription_id", "state", "last_error", "last_status")
+    query = select(*(deliveries.c[name] for name in names))
+    in_state = (deliveries.c.state == state, deliveries.c.due_us >= since_us)
+    some = query.where(*in_state).order_by(deliveries.c.due_us).limit(MAX_LOOKED_AT).subquery()
+    refused = or_(some.c.last_error.is_not(None), some.c.last_status.is_not(None))
+    grouped = select(
+        some.c.subscription_id,
+        some.c.state,
+        func.count().label("count"),
+        func.max(some.c.last_error).label("error"),
+        func.max(some.c.last_status).label("status"),
+    )
+    return conn.execute(grouped.where(refused).group_by(some.c.subscription_id, some.c.state)).all()
 
 
 def resend(conn: Connection, tenant: str, place: tuple[str, str, int], terms: StatementContext) -> Delivery:

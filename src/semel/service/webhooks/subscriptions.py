@@ -54,6 +54,11 @@ class Subscription(Struct, frozen=True, kw_only=True):
         """The names of its events."""
         return self.events.split()
 
+    @property
+    def host(self) -> str:
+        """Where its events go, without the rest of the URL, which is often a secret."""
+        return self.target if self.kind == "stream" else urlsplit(self.target).netloc.rpartition("@")[2]
+
     def wants(self, name: str, tenant: str) -> bool:
         """Whether it gets this event."""
         whose = self.kind == "stream" or self.tenant == tenant
@@ -105,9 +110,8 @@ def create(conn: Connection, tenant: str, target: str, names: Sequence[str], ter
 
 def _logged(subscription: Subscription) -> dict[str, Any]:
     """What the audit log has of a webhook: the host that gets the events. The rest of a URL is often a secret."""
-    parts = urlsplit(subscription.target)
-    host = parts.netloc.rpartition("@")[2]
-    return {"kind": subscription.kind, "host": f"{parts.scheme}://{host}", "events": subscription.names}
+    scheme = urlsplit(subscription.target).scheme
+    return {"kind": subscription.kind, "host": f"{scheme}://{subscription.host}", "events": subscription.names}
 
 
 def list_subscriptions(conn: Connection, tenant: str) -> list[Subscription]:
