@@ -62,6 +62,7 @@ class Shown:
 PAGES = {
     "overview": "/",
     "runs": "/ui/runs",
+    "actions": "/ui/actions",
     "run-succeeded": "/ui/runs/{painted}",
     "run-failed": "/ui/runs/{failed}",
     "run-running": "/ui/runs/{held}",

@@ -23,7 +23,7 @@ from semel.dashboard import (
 )
 from semel.dashboard.forms import read_form
 from semel.dashboard.overview.feed import FeedCache
-from semel.dashboard.runs import compare, detail, downloads, run_list
+from semel.dashboard.runs import actions, compare, detail, downloads, run_list
 from semel.dashboard.templating import SECURITY_HEADERS, problem_response
 from semel.service.api import problems
 from semel.service.api.params import AnyRequest
@@ -33,6 +33,7 @@ from semel.service.state import ServiceState
 HANDLERS = (
     *overview.HANDLERS,
     *run_list.HANDLERS,
+    *actions.HANDLERS,
     *detail.HANDLERS,
     *downloads.HANDLERS,
     *compare.HANDLERS,

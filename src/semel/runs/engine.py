@@ -313,7 +313,7 @@ class RunEngine:
         start = None if cursor is None else checked_id(cursor)
         if cursor is not None and start is None:
             raise InvalidRequest("cursor must be the page.next of an earlier page")
-        wanted = self._filter(
+        wanted = self.filter_of(
             tenant,
             status=status,
             model=model,
@@ -339,7 +339,8 @@ class RunEngine:
             queries.list_runs, wanted, limit, start, parameters=parameters, max_bytes=max_bytes
         )
 
-    def _filter(self, tenant: str, **filters: Unpack[RunFilters]) -> Filter:
+    def filter_of(self, tenant: str, **filters: Unpack[RunFilters]) -> Filter:
+        """The filters as the store takes them. Raises ``InvalidRequest`` where one is invalid."""
         status, parameter = filters.get("status"), filters.get("parameter")
         error = filters.get("error")
         return Filter(
@@ -411,7 +412,7 @@ class RunEngine:
             raise InvalidRequest("a priority is needed for set_priority, and for no other action")
         if priority is not None:
             checked_int("priority", priority, -MAX_INT - 1)
-        wanted = _of_statuses(action, self._filter(tenant, **filters))
+        wanted = _of_statuses(action, self.filter_of(tenant, **filters))
         who, reason = _who(by), "cancelled by request" if action == "cancel" else ""
         asked = NewAction(
             id="" if dry_run else _action_id(wanted.tenant, who.user, idempotency_key),

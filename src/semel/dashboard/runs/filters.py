@@ -7,18 +7,20 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from semel._validation import checked_name
 from semel.errors import InvalidRequest
-from semel.runs.store.queries import Filter
-from semel.runs.types import MICRO, STATUSES, checked_id
+from semel.runs.types import STATUSES, checked_id
+from semel.runs.types import RunFilters as Options
+from semel.service.api.params import parameters_in
 from semel.service.auth.middleware import Principal
 from semel.types import time_in
 
 SPANS = {"1h": timedelta(hours=1), "24h": timedelta(days=1), "7d": timedelta(days=7)}
 """The quick links: the last hour, day and week."""
 MAX_LENGTH = 1000
-_TEXTS = ("model", "user", "queue", "last", "since", "until", "q", "stalled")
+_TEXTS = ("model", "user", "queue", "worker", "error", "parameter", "last", "since", "until", "q", "stalled")
 
 
 class RunFilters(Struct, frozen=True, kw_only=True):
@@ -28,6 +30,11 @@ class RunFilters(Struct, frozen=True, kw_only=True):
     model: str = ""
     user: str = ""
     queue: str = ""
+    worker: str = ""
+    error: str = ""
+    """Part of the last error."""
+    parameter: str = ""
+    """``name=value``."""
     last: str = ""
     since: str = ""
     until: str = ""
@@ -48,19 +55,26 @@ class RunFilters(Struct, frozen=True, kw_only=True):
         """The same without the filters by time."""
         return {name: value for name, value in self.query.items() if name not in ("last", "since", "until")}
 
-    def as_filter(self, caller: Principal) -> Filter:
-        """The filter for the database; submitters see their own runs only."""
-        since, until = _parse_time("since", self.since), _parse_time("until", self.until)
-        if self.last:
-            since = datetime.now(UTC) - SPANS[self.last]
-        return Filter(
-            tenant=caller.tenant,
+    def fixed(self) -> RunFilters:
+        """The same runs at any later moment: since when, instead of for how long."""
+        if not self.last:
+            return self
+        since = datetime.now(UTC) - SPANS[self.last]
+        return replace(self, last="", since=since.isoformat(timespec="microseconds"))
+
+    def options(self, caller: Principal) -> Options:
+        """The filters as the engine takes them; submitters see their own runs only."""
+        fixed = self.fixed()
+        return Options(
             status=self.status or None,
             model=self.model or None,
             user=(self.user or None) if caller.visible_user is None else caller.visible_user,
             queue=self.queue or None,
-            since_us=None if since is None else round(since.timestamp() * MICRO),
-            until_us=None if until is None else round(until.timestamp() * MICRO),
+            worker=self.worker or None,
+            error=self.error or None,
+            parameter=parameters_in([self.parameter]) if self.parameter else None,
+            since=_parse_time("since", fixed.since),
+            until=_parse_time("until", self.until),
             stalled=self.stalled == "1",
         )
 
@@ -76,6 +90,8 @@ def parse_filters(status: list[str], get: Callable[[str], str]) -> RunFilters:
         raise InvalidRequest("stalled must be 1, or left out")
     for name in ("since", "until"):
         _parse_time(name, texts[name])
+    if texts["parameter"]:
+        parameters_in([texts["parameter"]])
     before, after = _parse_id("cursor", texts["cursor"]), _parse_id("newer", texts["newer"])
     plain = {name: texts[name].strip() for name in _TEXTS}
     return RunFilters(status=list(dict.fromkeys(status)), **plain, before=before, after=after)

@@ -54,7 +54,7 @@ class ListPage(Struct, frozen=True):
 
 async def _list_page(service: ServiceState, filters: RunFilters, caller: Principal) -> ListPage:
     """The page. Runs of a model are searched for by the store, if it has a short way to them."""
-    wanted = filters.as_filter(caller)
+    wanted = service.engine.filter_of(caller.tenant, **filters.options(caller))
     known = None
     if wanted.model is not None and filters.after is None and not filters.q:
         start = queries.range_of(wanted, filters.before).start
@@ -110,6 +110,7 @@ async def show(request: AnyRequest, service: CurrentState, caller: CurrentPrinci
         statuses=STATUSES,
         spans=list(SPANS),
         models=[name for name in service.app.registry.names if not name.startswith(INTERNAL_PREFIX)],
+        may_act=caller.may("submitter"),
         first_page=filters.before is None and filters.after is None and not filters.q,
     )
 
@@ -144,7 +145,7 @@ async def _updates(
     sent, latest = OpenList(newer_runs=-1), OpenList()
     wait = BUSY_PAUSE
     while True:
-        wanted = filters.as_filter(caller) if counts_newer else None
+        wanted = service.engine.filter_of(caller.tenant, **filters.options(caller)) if counts_newer else None
         with suppress(StoreUnavailable):  # a short outage ends no stream
             latest = await to_completion(service.store.read(_read_again, caller, ids, latest, wanted))
         data = {"rows": latest.rows or [], "newer_runs": latest.newer_runs, "filters": filters}
