@@ -221,7 +221,7 @@ RUNS: dict[str, Break] = {
     ),
     "reservations that do not count": lambda: breaking.sql(("AND NOT consumed", "AND consumed"), only=USAGE),
     "runs that do not count while they run": lambda: breaking.sql(
-        ("FROM semel_active\n        WHERE", "FROM semel_active WHERE lease_until_us IS NULL AND"), only=USAGE
+        ("count(*) FROM semel_active WHERE", "count(*) FROM semel_active WHERE lease_until_us IS NULL AND"), only=USAGE
     ),
     "runs that count for ever": lambda: breaking.sql(
         ("count(*) FROM semel_active", "count(*) FROM semel_runs"), only=USAGE

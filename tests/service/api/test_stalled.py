@@ -60,7 +60,7 @@ def test_the_api_and_the_clients_say_so(service: TestServer, runs: dict[str, str
 def test_the_dashboard_says_so(service: TestServer, runs: dict[str, str]) -> None:
     with service.client(follow_redirects=True) as client:
         somebody = Browser(client)
-        stuck = somebody.open("/").one("section", id="stuck")
+        stuck = somebody.open("/").one("section", id="attention")
         assert "stalled" in stuck.text
         assert [link["title"] for link in stuck.all("a", class_="id")] == [runs["stalled"]]
         assert "No progress since" in somebody.open(f"/ui/runs/{runs['stalled']}").text

@@ -127,7 +127,7 @@ def test_metrics_are_of_all_processes_together(service: ServeProcess) -> None:
 def _metrics(service: ServeProcess) -> dict[str, float]:
     with service.client() as client:
         answer = client.get("/metrics")
-    assert answer.headers["Content-Type"].startswith("text/plain")
+    assert answer.headers["Content-Type"].startswith("text/plain"), f"{answer.text}\n{service.log}"
     pairs = (line.rpartition(" ") for line in answer.text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in pairs}
 
