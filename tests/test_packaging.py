@@ -1,5 +1,6 @@
 """What is shipped: the archives, the locks, the container, the site."""
 
+import json
 import os
 import re
 import subprocess
@@ -147,9 +148,13 @@ def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
         [ROOT / "dev", "docs", "--site-dir", tmp_path / "site"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert built.returncode == 0, built.stderr
-    assert 'id="quota_exceeded"' in (tmp_path / "site" / "troubleshooting.html").read_text()
-    assert 'id="semel.Once.claim"' in (tmp_path / "site" / "python-api.html").read_text()
-    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+    version = ".".join(semel.__version__.split(".")[:2])
+    site = tmp_path / "site" / version
+    assert 'id="quota_exceeded"' in (site / "troubleshooting.html").read_text()
+    assert 'id="semel.Once.claim"' in (site / "python-api.html").read_text()
+    assert (site / "search" / "search_index.json").stat().st_size > 100_000
+    assert [each["version"] for each in json.loads((tmp_path / "site" / "versions.json").read_text())] == [version]
+    assert f"url={version}/index.html" in (tmp_path / "site" / "index.html").read_text()
 
 
 @pytest.mark.skipif(Path(semel.__file__).parent != ROOT / "src" / "semel", reason="it would replace the tested wheel")

@@ -1,7 +1,11 @@
-"""A hook of MkDocs: pages of the repository that are not in docs/ become part of the site, and links follow them."""
+"""A hook of MkDocs: pages of the repository that are not in docs/ become part of the site, and links follow them.
+
+The site has a folder for each version that was built into it, and a list of them from which readers choose.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -27,11 +31,45 @@ _LIST = re.compile(r"^(\*\*.+\*\*)\n(?=- )", re.MULTILINE)
 _FENCE = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
+_VERSION = re.compile(r"\d+\.\d+")
+_REDIRECT = """<!doctype html>
+<meta charset="utf-8">
+<title>semel</title>
+<meta http-equiv="refresh" content="0; url={}/index.html">
+"""
+
+
+def on_startup(command: str, **_: object) -> None:
+    """Note whether pages are built or only shown."""
+    global _builds  # noqa: PLW0603 -- one for each process
+    _builds = command == "build"
+
+
+_builds = False
+
+
 def on_config(config: MkDocsConfig) -> None:
-    """Show the version beside the name."""
-    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    """Show the version beside the name, and build into a folder of its own."""
+    found = re.search(r'^version = "((\d+\.\d+)\..+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found is not None
     config.site_name = f"{config.site_name} {found[1]}"
+    if _builds:
+        config.site_dir = str(Path(config.site_dir) / found[2])
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """List the versions of the site for the theme's menu, and lead from its root to the newest."""
+    if not _builds:
+        return
+    site = Path(config.site_dir).parent
+    found = sorted((each.name for each in site.iterdir() if _VERSION.fullmatch(each.name)), key=_numbers, reverse=True)
+    listed = [{"version": each, "title": each, "aliases": []} for each in found]
+    (site / "versions.json").write_text(json.dumps(listed))
+    (site / "index.html").write_text(_REDIRECT.format(found[0]))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(each) for each in version.split(".")]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
