@@ -200,7 +200,7 @@ def test_a_failing_model_shows_its_error_and_its_traceback_and_is_retried(
     expect(state(page)).to_contain_text("FAILED")
     expect(page.locator("#run-outcome")).to_contain_text("ValueError: no memory left")
     expect(page.locator("#run-traceback pre")).to_contain_text("raise ValueError(text)")
-    page.get_by_role("button", name="Retry").click()
+    page.get_by_role("button", name="Retry", exact=True).click()
     expect(page.get_by_role("status").first).to_contain_text(f"This is a retry of {run_id}")
     expect(state(page)).to_contain_text("A retry of")
     assert run_id not in page.url
@@ -213,10 +213,10 @@ def test_a_run_is_cancelled_from_its_page_once_that_is_confirmed(visit: Visit, s
     page = visitor.go(f"/ui/runs/{run_id}")
     expect(state(page)).to_contain_text("RUNNING")
     visitor.pardon("dialog: Cancel this run?")
-    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Cancel", exact=True).click()
     assert server.root.get(f"/runs/{run_id}").json()["cancel_requested"] is False, "no was the answer"
     visitor.agree("Cancel this run? It is running: it is asked to stop, and has time to clean up.")
-    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Cancel", exact=True).click()
     expect(state(page)).to_contain_text("CANCELLED")
     expect(page.get_by_role("button", name="Retry")).to_be_visible()
 
@@ -239,7 +239,7 @@ def test_many_runs_are_cancelled_and_retried_at_once(visit: Visit, server: Dashb
     page.get_by_role("button", name="Search").click()
     expect(page.locator("[data-row]")).to_have_count(3)
     page.locator("input[name=run]").first.check()
-    page.get_by_role("button", name="Retry").click()
+    page.get_by_role("button", name="Retry", exact=True).click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Retry: 1 of 1 done")
 
 

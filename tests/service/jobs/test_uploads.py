@@ -441,6 +441,8 @@ def ask():
             socket.create_connection(("127.0.0.1", settings.port)).close()
         except ConnectionRefusedError:
             break
+        except ConnectionResetError:  # it was in the queue of those that are not accepted any more
+            pass
     tell(said)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -120,7 +120,13 @@ class WorkerSession:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Give back the runs that are not finished, also when the task is cancelled, and close everything."""
+        """Give back the runs that are not finished, also when the task is cancelled, and close everything.
+
+        In a task of its own: before Python 3.11.3, ``asyncio.timeout`` ends a task that was cancelled once.
+        """
+        await asyncio.create_task(self._close())
+
+    async def _close(self) -> None:
         self._manifests.close()
         if len(self._active) and not self._database_silent:
             self.stop(at_once=True)
@@ -393,8 +399,7 @@ class WorkerSession:
             work.close()
             return
         try:
-            async with asyncio.timeout(LAST_WRITE_TIMEOUT):
-                await work
+            await asyncio.wait_for(work, LAST_WRITE_TIMEOUT)
         except (SemelError, TimeoutError) as error:
             self._database_silent = isinstance(error, TimeoutError)
             why = str(error) or f"no reply in {LAST_WRITE_TIMEOUT:g} seconds"
