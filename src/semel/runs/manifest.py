@@ -361,7 +361,13 @@ def _run(command: Sequence[str], environ: dict[str, str] | None) -> tuple[str, b
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        late = threading.Timer(PROGRAM_TIMEOUT, process.kill)
+        timed_out = threading.Event()
+
+        def end() -> None:
+            timed_out.set()
+            process.kill()
+
+        late = threading.Timer(PROGRAM_TIMEOUT, end)
         late.daemon = True
         late.start()
         try:
@@ -372,14 +378,13 @@ def _run(command: Sequence[str], environ: dict[str, str] | None) -> tuple[str, b
             said = b"" if more else process.stderr.read(MAX_READ)
             status = process.wait()
         finally:
-            timed_out = not late.is_alive()
             late.cancel()
             process.kill()
     name = Path(command[0]).name
     if status and not more:
         raise OSError(
             f"{name} took longer than {PROGRAM_TIMEOUT:g} s"
-            if timed_out
+            if timed_out.is_set()
             else f"{name}: {said.decode(errors='replace')}"
         )
     return printed.decode("utf-8", "surrogateescape").encode("utf-8", "backslashreplace").decode(), not more
