@@ -20,7 +20,8 @@ from semel.dashboard.templating import page, redirect, render_part
 from semel.errors import InvalidRequest, StoreUnavailable
 from semel.runs.store.actions import described
 from semel.runs.types import ActionKind, RunAction, new_id
-from semel.service.api.params import AnyRequest, absent, root_of
+from semel.service.api.params import AnyRequest, root_of
+from semel.service.api.run_actions import visible_action
 from semel.service.auth.middleware import Principal
 from semel.service.sse import pause, to_completion
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
@@ -108,14 +109,14 @@ async def show(
     request: AnyRequest, service: CurrentState, caller: CurrentPrincipal, action_id: ActionId
 ) -> Response[Any]:
     """One action, and how far it came."""
-    action = await _visible(service, caller, action_id)
+    action = await visible_action(service, caller, action_id)
     return page(request, service, caller, "runs/action.html", title="Action on runs", **_data(action))
 
 
 @get("/ui/live/actions/{action_id:str}")
 async def live(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal, action_id: ActionId) -> Stream:
     """How far the action came, until it is finished."""
-    action = await _visible(service, caller, action_id)
+    action = await visible_action(service, caller, action_id)
     return live_response(service, caller, _updates(request, service, caller, action))
 
 
@@ -132,13 +133,6 @@ async def _updates(
         yield replace_event(html) if action != sent else NO_UPDATE
         sent = action
     yield END_EVENT
-
-
-async def _visible(service: ServiceState, caller: Principal, action_id: str) -> RunAction:
-    action = await service.engine.action(action_id, tenant=caller.tenant)
-    if caller.visible_user not in (None, action.user):
-        raise absent("action of that id")
-    return action
 
 
 def _data(action: RunAction) -> dict[str, Any]:

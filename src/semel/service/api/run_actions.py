@@ -16,7 +16,7 @@ from semel.service.api.problems import ApiError
 from semel.service.api.responses import answered, json, refusals
 from semel.service.api.runs import Key, one_key
 from semel.service.auth.middleware import Principal
-from semel.service.state import CurrentPrincipal, CurrentState
+from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
 _TAG = ["runs"]
 
@@ -106,10 +106,15 @@ async def list_actions(
 )
 async def show(action_id: ActionId, service: CurrentState, caller: CurrentPrincipal) -> Response[RemoteRunAction]:
     """The action, with how many runs matched and how many are done, failed and skipped so far."""
+    return json(action_view(await visible_action(service, caller, action_id)))
+
+
+async def visible_action(service: ServiceState, caller: Principal, action_id: str) -> RunAction:
+    """The action, if the caller may see it."""
     action = await service.engine.action(action_id, tenant=caller.tenant)
     if caller.visible_user not in (None, action.user):
         raise absent("action of that id")
-    return json(action_view(action))
+    return action
 
 
 def action_view(action: RunAction) -> RemoteRunAction:
