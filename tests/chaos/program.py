@@ -91,7 +91,8 @@ def work(url: str, folder: Path, name: str) -> None:
     log_to(folder)
     app = make_app(url, folder)
     wait_for_database(app.ledger(awaited=False), 60)
-    Worker(app, name=name, concurrency=10, processes=0, threads=0, poll=0.3, sweep_every=0.3).run()
+    options: dict[str, Any] = {"concurrency": 10, "processes": 0, "threads": 0, "poll": 0.3, "sweep_every": 0.3}
+    Worker(app, name=name, wait_for_database=60, **options).run()
 
 
 def log_to(folder: Path) -> None:

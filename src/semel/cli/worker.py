@@ -77,8 +77,9 @@ def worker(
 
         app.on_event(RunMetrics())
         expose(metrics)
-    session = Worker(app, queues=queues or ["default"], **options)
-    _wait_for_database(app, wait_for_database)
+    patience = _patience(wait_for_database)
+    session = Worker(app, queues=queues or ["default"], wait_for_database=patience, **options)
+    _wait_for_database(app, patience)
     session.run()
     _leave_threads_behind()
 
@@ -103,7 +104,7 @@ def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool
     checked_number("--every", every, 0.05, 3600)
     app = _place_app(options)
     _set_up_log(quiet)
-    _wait_for_database(app, wait_for_database)
+    _wait_for_database(app, _patience(wait_for_database))
     lost = sweep_until_signalled(app, every=every, once=once)
     if once:
         print(f"{lost} lost runs were recovered")
@@ -145,14 +146,19 @@ def _set_up_log(quiet: bool, log_format: str | None = None) -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
-def _wait_for_database(app: App, seconds: float | None) -> None:
+def _patience(given: float | None) -> float:
+    """How long to wait for the database, by the option, the environment or the default."""
+    if given is not None:
+        return given
+    try:
+        return amount(os.environ.get("SEMEL_WAIT_FOR_DATABASE") or str(WAIT_FOR_DATABASE))
+    except ValueError as error:
+        raise InvalidRequest(f"SEMEL_WAIT_FOR_DATABASE: {error}") from None
+
+
+def _wait_for_database(app: App, seconds: float) -> None:
     from semel.runs.store import wait_for_database
 
-    if seconds is None:
-        try:
-            seconds = amount(os.environ.get("SEMEL_WAIT_FOR_DATABASE") or str(WAIT_FOR_DATABASE))
-        except ValueError as error:
-            raise InvalidRequest(f"SEMEL_WAIT_FOR_DATABASE: {error}") from None
     store = app.ledger(awaited=False)
     if store.file is not None and not store.file.exists():
         logging.getLogger("semel.worker").warning(

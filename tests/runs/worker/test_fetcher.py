@@ -22,6 +22,7 @@ def fetcher_of(database: TestDatabase, active: ActiveRuns) -> Fetcher:
         poll=1.0,
         drain=1.0,
         sweep_every=None,
+        wait_for_database=0.0,
     )
     nothing: Any = None
     return Fetcher(

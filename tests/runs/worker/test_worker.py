@@ -874,6 +874,30 @@ def test_a_worker_without_its_database_lets_go_when_its_leases_end(
     assert ended.attempts - ended.losts == 1, "given back by the worker, or found lost by the sweeper"
 
 
+def test_a_worker_waits_at_its_start_for_a_database_that_is_away_if_it_is_told_to(
+    own_server: servers.Postgres, tmp_path: Path
+) -> None:
+    url = own_server.database()
+    assert semel(["migrate", url]) == 0
+    with RunsHarness("postgres", url, tmp_path) as harness:
+        run = harness.app.submit("await_deaf", {"folder": (folder := harness.place("late"))})
+        touch(folder)
+        own_server.stop()
+        app = harness.open(retry_for=0.2)
+        with pytest.raises(StoreUnavailable):
+            asyncio.run(Worker(app, processes=0).serve())
+        worker = Worker(app, processes=0, wait_for_database=PATIENCE)
+        serving = threading.Thread(target=lambda: asyncio.run(worker.serve()))
+        serving.start()
+        time.sleep(1)  # several times as long as it tries without being told to wait
+        own_server.start()
+        try:
+            assert harness.app.wait(run.id, timeout=PATIENCE).status == "SUCCEEDED"
+        finally:
+            worker.stop()
+            serving.join(PATIENCE)
+
+
 def losing_replies(
     monkeypatch: pytest.MonkeyPatch,
     *verbs: Callable[..., Any],

@@ -46,6 +46,7 @@ class WorkerOptions(TypedDict, total=False):
     poll: float
     drain: float
     sweep_every: float | None
+    wait_for_database: float
 
 
 class Worker:
@@ -55,6 +56,7 @@ class Worker:
     default) and ``threads`` are active at the same time. After ``stop`` no run is begun, and runs that are not finished
     ``drain`` seconds later are given back. The worker polls for runs every ``poll`` seconds, even if no notification
     comes. Every ``sweep_every`` seconds one elected worker takes back the runs of lost workers (None: never this one).
+    If the database is unavailable at the start, the worker goes on trying for ``wait_for_database`` seconds.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Worker:
         poll: float = 10.0,
         drain: float = 30.0,
         sweep_every: float | None = 5.0,
+        wait_for_database: float = 0.0,
     ) -> None:
         refuse_while_loading("a worker was made")
         if not queues or isinstance(queues, str):
@@ -94,6 +97,7 @@ class Worker:
             poll=checked_number("poll", poll, 0.01, TEN_YEARS),
             drain=checked_number("drain", drain, 0, TEN_YEARS),
             sweep_every=None if sweep_every is None else checked_number("sweep_every", sweep_every, 0.01, TEN_YEARS),
+            wait_for_database=checked_number("wait_for_database", wait_for_database, 0, TEN_YEARS),
         )
         if not any(self._config.slots.values()):
             raise InvalidRequest("a worker needs a slot: concurrency, processes or threads must be over 0")

@@ -51,6 +51,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     poll: float
     drain: float
     sweep_every: float | None
+    wait_for_database: float
 
 
 class Front:

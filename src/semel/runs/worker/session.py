@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from semel._concurrency.periodic import repeat
 from semel._concurrency.retry import jittered
-from semel.errors import SemelError
+from semel.errors import SemelError, StoreBroken, StoreUnavailable
 from semel.runs import tracing
 from semel.runs.app import App
 from semel.runs.execution import execute_async, run_in_thread
@@ -108,7 +108,7 @@ class WorkerSession:
         self._owner = asyncio.current_task()
         self._manifests.collect()
         try:
-            await self._store.open_with_retry()
+            await self._open()
         except BaseException:
             self._manifests.close()
             await self._store.close()
@@ -118,6 +118,15 @@ class WorkerSession:
             asyncio.create_task(repeat(self._run_logs.write_active, "writing the logs of runs", RUN_LOGS_EVERY)),
         ]
         return self
+
+    async def _open(self) -> None:
+        ends_at = time.monotonic() + self._config.wait_for_database
+        while True:
+            try:
+                return await self._store.open_with_retry()
+            except StoreUnavailable as error:
+                if isinstance(error, StoreBroken) or self._stopping or time.monotonic() >= ends_at:
+                    raise
 
     async def __aexit__(self, *_: object) -> None:
         """Give back the runs that are not finished, also when the task is cancelled, and close everything.
