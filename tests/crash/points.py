@@ -127,11 +127,12 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
         for fault in bench.faults(operation):
             place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6), url)
             given = operation.prepare(place)
-            ended = bench.run(fault, operation, place, given)
-            if bench.happened:
-                tried.points[fault.kind] += 1
-                tried.ends[ended.how] += 1
+            ended: Ended | None = None
             try:
+                ended = bench.run(fault, operation, place, given)
+                if bench.happened:
+                    tried.points[fault.kind] += 1
+                    tried.ends[ended.how] += 1
                 if fault.kind == FAULTS[2] and kind != "sqlite" and getattr(operation, "survives_lost_replies", True):
                     assert ended.how == "returned", "the caller was not spared a single lost reply"
                 operation.check(place, given, ended)
