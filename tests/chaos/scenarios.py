@@ -105,19 +105,24 @@ def use_up_connections(stage: Stage) -> None:
     """The newcomers must wait for a connection: none of them ends, and no call fails that may be retried for longer."""
     refused = stage.errors("too many clients")
     with ExitStack() as stack:
-        with suppress(psycopg.OperationalError):  # there are no more
-            while True:
-                stack.enter_context(psycopg.connect(stage.url))
+
+        def take_the_rest() -> None:
+            with suppress(psycopg.OperationalError):  # there are no more
+                while True:
+                    stack.enter_context(psycopg.connect(stage.url))
+
+        take_the_rest()
         began_at = time.monotonic()
-        newcomers = {
-            str(each.pid)
-            for add in (stage.add_worker, lambda url: stage.add_submitter(url, share=0.25))
-            for each in (add(stage.url), add(stage.url))
-        }
+        workers = [stage.add_worker(stage.url) for _ in range(2)]
+        submitters = [stage.add_submitter(stage.url, share=0.25) for _ in range(2)]
 
         def all_refused() -> int:
+            """The refusals, once every newcomer met one; or found a connection that another had just given back."""
+            take_the_rest()
             met = {pid for pid, *words in lines(stage.folder / "errors") if "too many clients" in " ".join(words)}
-            return refused() if newcomers <= met else 0
+            heard = {key.partition("-")[0] for key, _ in lines(stage.folder / "acknowledged")}
+            met |= {str(each.pid) for each in submitters if f"s{stage.askers.index(each)}" in heard}
+            return refused() if {str(each.pid) for each in (*workers, *submitters)} <= met else 0
 
         stage.strike(all_refused)
     if time.monotonic() < began_at + RETRY_FOR:

@@ -5,6 +5,7 @@ One fact is one transaction, so they agree at every moment, also right after a p
 
 import json
 from collections import Counter, defaultdict
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -20,28 +21,45 @@ AUDIT = text('SELECT a.*, a.user_id AS "user" FROM semel_audit AS a ORDER BY ten
 
 
 class Ledger:
-    """The rows of one user's runs."""
+    """The rows of one user's runs, each table as it is when it is first asked for."""
 
     def __init__(self, place: Place, user: str) -> None:
         self._place, self._user = place, user
-        with connected(place) as conn:
 
-            def rows(statement: str) -> list[Any]:
-                return list(conn.execute(text(statement), {"user": user}))
+    def _rows(self, statement: str) -> list[Any]:
+        with connected(self._place) as conn:
+            return list(conn.execute(text(statement), {"user": self._user}))
 
-            self.runs = rows("SELECT * FROM semel_run_states WHERE user_id = :user ORDER BY id")
-            self.events = rows(
-                "SELECT e.* FROM semel_run_steps AS e JOIN semel_runs AS r ON r.id = e.run_id"
-                " WHERE r.user_id = :user ORDER BY e.run_id, e.version"
-            )
-            self.keys = rows(
-                "SELECT key, attempt AS job_id FROM semel_keys"
-                " WHERE scope = 'runs:' || :user AND kind = 'run' AND state = 'completed'"
-            )
-            self.miscounted = rows(MISCOUNTED)
-            self.mischarged = [row for row in rows(MISCHARGED) if row.user_id == user]
-            self.log = [dict(row) for row in conn.execute(AUDIT).mappings()]
-            self.reservations = rows("SELECT * FROM semel_reservations WHERE user_id = :user")
+    @cached_property
+    def runs(self) -> list[Any]:
+        return self._rows("SELECT * FROM semel_run_states WHERE user_id = :user ORDER BY id")
+
+    @cached_property
+    def events(self) -> list[Any]:
+        return self._rows(
+            "SELECT e.* FROM semel_run_steps AS e JOIN semel_runs AS r ON r.id = e.run_id"
+            " WHERE r.user_id = :user ORDER BY e.run_id, e.version"
+        )
+
+    @cached_property
+    def keys(self) -> list[Any]:
+        return self._rows(
+            "SELECT key, attempt AS job_id FROM semel_keys"
+            " WHERE scope = 'runs:' || :user AND kind = 'run' AND state = 'completed'"
+        )
+
+    @cached_property
+    def reservations(self) -> list[Any]:
+        return self._rows("SELECT * FROM semel_reservations WHERE user_id = :user")
+
+    @cached_property
+    def mischarged(self) -> list[Any]:
+        return [row for row in self._rows(MISCHARGED) if row.user_id == self._user]
+
+    @cached_property
+    def log(self) -> list[dict[str, Any]]:
+        with connected(self._place) as conn:
+            return [dict(row) for row in conn.execute(AUDIT).mappings()]
 
     @property
     def statuses(self) -> list[str]:
@@ -60,7 +78,7 @@ class Ledger:
             _check_run(run, events[str(run.id)])
         for key in self.keys:
             assert key.job_id in self.ids, f"the key {key.key} names no run"
-        assert self.miscounted == [], "the summary counts other runs than there are"
+        assert self._rows(MISCOUNTED) == [], "the summary counts other runs than there are"
         assert not (self.runs and self.mischarged), "the user is charged for other runs than ended"
         used = Counter(each.job_id for each in self.reservations if each.job_id is not None)
         assert set(used) <= set(self.ids), "a reservation was consumed by a run that does not exist"
