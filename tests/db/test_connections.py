@@ -347,3 +347,26 @@ def test_an_error_in_a_verb_costs_no_connection(urls: StoreUrls) -> None:
         run_sync(ledger.write(fails))
     assert run_sync(ledger.write(backend)) == first
     run_sync(ledger.close())
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_any_error_of_a_connection_that_was_lost_is_an_outage(urls: StoreUrls, awaited: bool) -> None:
+    """Drivers raise what they never meant to, such as AttributeError, when a connection ends under their hands."""
+
+    async def meet_it() -> None:
+        ledger = RunStore(urls["postgres"], awaited=awaited, retry_for=0)
+
+        @hot
+        def fails(conn: Connection, lost: bool) -> None:
+            if lost:
+                driver: Any = conn.connection.driver_connection
+                driver.terminate() if awaited else driver.close()
+            raise AttributeError("'NoneType' object has no attribute 'prepare'")
+
+        with pytest.raises(StoreUnavailable, match="the connection to the database was lost: AttributeError"):
+            await ledger.write(fails, lost=True)
+        with pytest.raises(AttributeError):
+            await ledger.write(fails, lost=False)
+        await ledger.close()
+
+    asyncio.run(meet_it())

@@ -16,7 +16,18 @@ from semel._concurrency.runtime import deadline_passed
 from semel._concurrency.sync import LoopGuard, PerLoop, close_all
 from semel.db.database import COMMITS, abandoned_connections, missing
 from semel.db.errors import DATABASE_ERRORS, translate, translate_errors
-from semel.db.postgres import KEEPALIVE, POOL, SETTINGS, IdleConnections, PooledConnection, is_broken, plan, settings_in
+from semel.db.postgres import (
+    KEEPALIVE,
+    POOL,
+    SETTINGS,
+    IdleConnections,
+    PooledConnection,
+    is_left_open,
+    is_lost,
+    plan,
+    raise_as_lost,
+    settings_in,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,8 +109,8 @@ class AsyncPostgresDatabase:
                 pooled = await self._prepare(pool, pooled, hot)
             try:
                 answer = await pooled.conn.run_sync(work, *args, **kwargs)
-            except Exception:
-                await self._after_error(pool, pooled)
+            except Exception as error:
+                await self._after_error(pool, pooled, error)
                 raise
             except BaseException:  # cancelled: the connection may be in the middle of a reply
                 await self._drop(pool, pooled)
@@ -128,8 +139,11 @@ class AsyncPostgresDatabase:
             pooled.hot = hot
         return pooled
 
-    async def _after_error(self, pool: _LoopPool, pooled: PooledConnection[AsyncConnection]) -> None:
-        if await pooled.conn.run_sync(is_broken):
+    async def _after_error(self, pool: _LoopPool, pooled: PooledConnection[AsyncConnection], error: Exception) -> None:
+        if await pooled.conn.run_sync(is_lost):
+            await self._discard_all(pool, pooled)
+            raise_as_lost(error)
+        elif await pooled.conn.run_sync(is_left_open):
             await self._discard_all(pool, pooled)
         elif not pool.idle.put(pooled):
             await _discard(pooled.conn)

@@ -21,7 +21,7 @@ from semel._concurrency.fork import survive_fork
 from semel._concurrency.runtime import seconds_left
 from semel.db.database import COMMITS, abandoned_connections, missing
 from semel.db.errors import DATABASE_ERRORS, translate
-from semel.errors import InvalidRequest, StoreUnavailable
+from semel.errors import InvalidRequest, SemelError, StoreUnavailable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,14 +112,26 @@ class IdleConnections(Generic[C]):
             return [pooled.conn for pooled in free]
 
 
-def is_broken(conn: Connection) -> bool:
-    """Whether, after an error, the connection is closed or in a transaction that was left open."""
+def is_lost(conn: Connection) -> bool:
+    """Whether the connection is closed."""
     if conn.invalidated or conn.closed:
         return True
     driver: Any = conn.connection.driver_connection
+    return bool(driver.is_closed() if hasattr(driver, "is_closed") else driver.closed)  # asyncpg, psycopg
+
+
+def is_left_open(conn: Connection) -> bool:
+    """Whether, after an error, the connection is in a transaction that nobody will end."""
+    driver: Any = conn.connection.driver_connection
     if hasattr(driver, "is_in_transaction"):  # asyncpg
-        return bool(driver.is_closed() or driver.is_in_transaction())
-    return bool(driver.closed or driver.info.transaction_status.name != "IDLE")
+        return bool(driver.is_in_transaction())
+    return bool(driver.info.transaction_status.name != "IDLE")
+
+
+def raise_as_lost(error: Exception) -> None:
+    """Raise StoreUnavailable for an error that a driver did not expect when its connection was lost."""
+    if not isinstance(error, (SemelError, *DATABASE_ERRORS)):
+        raise StoreUnavailable(f"the connection to the database was lost: {error!r}") from error
 
 
 def plan(conn: Connection, *, hot: bool) -> None:
@@ -169,8 +181,8 @@ class PostgresDatabase:
                 pooled = self._prepare(pooled, hot)
             try:
                 answer = work(pooled.conn, *args, **kwargs)
-            except Exception:
-                self._after_error(pooled)
+            except Exception as error:
+                self._after_error(pooled, error)
                 raise
             except BaseException:  # an interrupt: the connection may be in the middle of a reply
                 _discard(pooled.conn)
@@ -197,8 +209,11 @@ class PostgresDatabase:
             pooled.hot = hot
         return pooled
 
-    def _after_error(self, pooled: PooledConnection[Connection]) -> None:
-        if is_broken(pooled.conn):
+    def _after_error(self, pooled: PooledConnection[Connection], error: Exception) -> None:
+        if is_lost(pooled.conn):
+            self._discard_all(pooled.conn)
+            raise_as_lost(error)
+        elif is_left_open(pooled.conn):
             self._discard_all(pooled.conn)
         elif not self._idle.put(pooled):
             _discard(pooled.conn)

@@ -23,7 +23,7 @@ from semel._concurrency.runtime import deadline
 from semel.db import migrate
 from semel.db.database import Database, fetch
 from semel.db.errors import LOCK_TIMEOUT, sqlstate
-from semel.db.postgres import KEEPALIVE, is_broken
+from semel.db.postgres import KEEPALIVE, is_left_open, is_lost
 from semel.errors import StoreUnavailable
 from semel.once.rules import fingerprint_for, gone, granted, judge, rewind
 from semel.once.store import (
@@ -462,7 +462,7 @@ def _insert(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) ->
         else:
             rows = fetch(conn, _INSERT, terms | _columns(requests, [request.fingerprint for request in requests]))
     except exc.DBAPIError as error:
-        if sqlstate(error) != LOCK_TIMEOUT or is_broken(conn):  # which ends a transaction
+        if sqlstate(error) != LOCK_TIMEOUT or is_lost(conn) or is_left_open(conn):  # which ends a transaction
             raise
         return _insert_around(conn, requests, terms)
     asked = {request.attempt: request for request in requests}
