@@ -34,6 +34,7 @@ from chaos.stage import (
 )
 from semel.runs.types import RETRY_FOR
 from support import servers
+from support.programs import stop
 from support.serve_command import ServeProcess
 from support.waiting import eventually
 
@@ -200,7 +201,7 @@ def stop_and_wake(stage: Stage) -> None:
         return {(run_id, int(fence)) for run_id, fence, *_ in lines(stage.folder / file)}
 
     def held() -> set[tuple[str, int]]:
-        victim.send(signal.SIGSTOP)
+        stop(victim.pid)
         running = "SELECT id, fence FROM semel_run_states WHERE status = 'RUNNING' AND worker LIKE :name"
         found = {(str(run.id), run.fence) for run in stage.sql(running, name=f"{name}%")}
         if begun := found & attempts("begun") - attempts("effects"):
@@ -209,12 +210,12 @@ def stop_and_wake(stage: Stage) -> None:
         return set()
 
     def outdated() -> set[tuple[str, int]]:
-        fences = {str(run.id): run.fence for run in stage.sql("SELECT id, fence FROM semel_run_states")}
-        return {(run_id, fence) for run_id, fence in under_way if fence < fences[run_id]}
+        leased = stage.sql("SELECT id, fence FROM semel_run_states WHERE status = 'RUNNING'")
+        return under_way - {(str(run.id), run.fence) for run in leased}
 
     under_way = eventually(held, "the worker is at work")
     time.sleep(max(stage.seconds, 2 * LEASE))  # longer than the lease
-    zombies = eventually(outdated, "another worker takes over")
+    zombies = eventually(outdated, "the stopped worker loses its leases")
     victim.send(signal.SIGCONT)
     stage.strike(lambda: len(zombies & attempts("effects")), 0)
     (stage.folder / THOROUGH).unlink()

@@ -21,7 +21,7 @@ from semel import App, JobStore, Quota
 from semel.errors import IllegalTransition, QuotaExceeded, RunNotFound, StoreUnavailable, UnknownModel
 from semel.testing.history import Operation, RecordedApp, RecordedJobStore, Recorder, attempt, check, read
 from support.databases import DATABASES, Databases, StoreUrls, database_url
-from support.programs import Program
+from support.programs import Program, stop
 from support.proxies import OutageProxy, outage_proxy
 from support.waiting import eventually
 
@@ -63,7 +63,7 @@ class Site:
     def stop(self, pid: int) -> None:
         """Stop a process between two transactions: within one it would hold up everybody."""
         while True:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             if not self._in_transaction():
                 return
             os.kill(pid, signal.SIGCONT)

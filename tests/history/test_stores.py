@@ -25,7 +25,7 @@ from semel.testing import FakeClock
 from semel.testing.history import History, RecordedOnce, RecordedStore, Recorder, check, read
 from semel.types import Claim
 from support.databases import SHARED_KINDS, StoreUrls
-from support.programs import Program
+from support.programs import Program, stop
 from support.proxies import outage_proxy
 from support.waiting import eventually
 
@@ -103,7 +103,7 @@ def test_processes_that_are_killed_and_stopped(store: str, urls: StoreUrls, tmp_
             assert taken.fence > fence
             assert me.complete(taken, "by the next")
         with holding(url, tmp_path, "stopped") as (sleeper, pid, fence):
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             taken = me.wait_for("stopped")
             assert me.complete(taken, "by the next")
             os.kill(pid, signal.SIGCONT)

@@ -8,15 +8,19 @@ That process has no threads and no open files, so a program starts as clean as a
 """
 
 import multiprocessing
+import os
+import signal
 import sys
 import textwrap
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from support import warm_python
 from support.long_lived import collect_seldom
+from support.waiting import eventually
 
 PATIENCE = 60
 """Seconds without a message after which a program counts as hanging."""
@@ -31,6 +35,20 @@ def share_fork_server() -> None:
     """Let the conformance kit import the same: a process has one fork server, and who starts it decides its imports."""
     if kit := sys.modules.get("semel.testing.processes"):
         kit._IMPORTS[:] = PRELOADED
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until every thread has stopped: one in a system call ends that first, and may get a lock."""
+
+    def has_stopped() -> bool:
+        try:
+            stats = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+        except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
+            return False
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    os.kill(pid, signal.SIGSTOP)
+    eventually(has_stopped, "the process has stopped")
 
 
 class Failed(Exception):

@@ -80,9 +80,9 @@ class TokenServer(TestServer):
         """A client with a new token of that user."""
         return self.sending(issue_token(self.app, user, role, tenant, ttl))
 
-    def forget_failed_logins(self) -> None:
+    def forget_failed_logins(self, refilled: float = middleware.FAILURES_REFILLED) -> None:
         """Lift the limit on invalid tokens from one address."""
-        self.state.auth._failures = middleware.RateLimits(middleware.FAILURES_REFILLED, middleware.FAILURES)
+        self.state.auth._failures = middleware.RateLimits(refilled, middleware.FAILURES)
 
     def sending(self, secret: str | None, **headers: str) -> TokenClient:
         return TokenClient(self.http, secret, **headers)

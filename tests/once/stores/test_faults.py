@@ -27,6 +27,7 @@ from semel import AsyncOnce, Claim, Granted, InFlight, Once, Replay, SemelError,
 from semel.cli import main as semel_command
 from support import servers
 from support.databases import StoreUrls
+from support.programs import stop
 
 names = count()
 PATIENCE = 60
@@ -561,7 +562,7 @@ def test_a_redis_that_hangs_is_a_store_that_is_away(own_redis: Stoppable, awaite
         process = client.info("server")["process_id"]
     with calling(f"{own_redis.url}?socket_timeout=2", awaited, retry_for=3) as caller:
         caller.work(own_redis.key(), 1)
-        os.kill(process, signal.SIGSTOP)
+        stop(process)
         try:
             with pytest.raises(StoreUnavailable):
                 caller.claim(key)

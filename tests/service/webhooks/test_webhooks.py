@@ -477,3 +477,9 @@ def test_a_certificate_that_nobody_vouches_for_is_no_receiver(
 )
 def test_events_are_kept_in_one_spelling(names: list[str], kept: str) -> None:
     assert written(names) == kept
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("[::1]", "::1")])
+def test_an_address_needs_no_resolver(host: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(egress, "RESOLVE_TIMEOUT", 0.0)
+    assert asyncio.run(addresses_of(target_of(f"http://{host}/"), private=True)) == [address]

@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 
 import httpx
@@ -110,7 +111,9 @@ async def addresses_of(target: httpx.URL, *, private: bool) -> Sequence[str]:
 
 
 async def _resolve(host: str, port: int) -> Sequence[str]:
-    """Resolve in threads of its own: a slow resolver delays only webhooks."""
+    """Resolve in threads of its own: a slow resolver delays only webhooks. An address needs none."""
+    with suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(
         _threads(os.getpid()), lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
