@@ -1,5 +1,6 @@
 """A process dies before and after every statement that it sends for a key, or loses its reply."""
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ from crash.key_operations import (
     kept_open,
 )
 from crash.points import Operation, Report, try_every_point
+from crash.statements import count_statements
+from crash.wire import Fault
+from semel import Once
 from support.databases import DATABASES, SHARED_KINDS, StoreUrls
 
 OPERATIONS: dict[str, Operation] = {
@@ -63,3 +67,17 @@ def test_a_file_whose_tables_are_being_made_can_be_opened_by_the_next(
     urls: StoreUrls, tmp_path: Path, report: Report
 ) -> None:
     crash(OpenEmpty(), "sqlite", urls, tmp_path, report)
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_a_connection_whose_set_up_fails_holds_no_lock(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each statement that opens a new file fails once, after it was executed; the next connection goes on."""
+    for module in (sqlite3, sqlite3.dbapi2):
+        monkeypatch.setattr(module, "connect", sqlite3.connect)  # put back after the test
+    counter = count_statements(Fault("loses the reply of", number))
+    counter.counts = True
+    with Once(f"sqlite:///{tmp_path / 'new.db'}", retry_for=0) as once:
+        assert once.call("key", lambda: 1).value == 1
+    assert counter.happened

@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from contextvars import copy_context
 from hashlib import sha256
 from pathlib import Path
@@ -288,13 +288,17 @@ def _before_connecting(_dialect: Any, _record: Any, arguments: list[Any], option
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    """Set a new connection up, or close it: a statement that failed may hold a lock, which would outlive it."""
     connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA busy_timeout = 1000")
-    cursor.execute("PRAGMA journal_mode = WAL")
-    cursor.execute("PRAGMA synchronous = FULL")
-    cursor.execute("PRAGMA cache_size = -65536")
-    cursor.close()
+    try:
+        with closing(connection.cursor()) as cursor:
+            cursor.execute("PRAGMA busy_timeout = 1000")
+            cursor.execute("PRAGMA journal_mode = WAL")
+            cursor.execute("PRAGMA synchronous = FULL")
+            cursor.execute("PRAGMA cache_size = -65536")
+    except BaseException:
+        connection.close()
+        raise
     connection.create_function("semel_digest", -1, _digest, deterministic=True)
 
 
