@@ -33,12 +33,13 @@ from support import servers
 SMALL = 10_000
 LARGE = {"SQLite": 1_000_000, "PostgreSQL": 10_000_000}
 APART_MS = 130_000
+WAITING = 20
 RARE = 50
 """Runs of the model ``rare`` in each database."""
 ROUNDS = 5
 PAGES = 15
 """Requests for each page in a round; the fastest counts, because of other load on the machine."""
-STATES = """CASE WHEN n < 20 THEN 'PENDING' WHEN n % 25 = 1 THEN 'FAILED' WHEN n % 200 = 2 THEN 'CANCELLED'
+STATES = """CASE WHEN n < {waiting} THEN 'PENDING' WHEN n % 25 = 1 THEN 'FAILED' WHEN n % 200 = 2 THEN 'CANCELLED'
   ELSE 'SUCCEEDED' END AS status"""
 RUNS = """id, created_us, lease_us, priority, max_attempts, max_lost, tenant, user_id, model, queue,
   parameters, idempotency_key, payload_hash"""
@@ -84,9 +85,10 @@ WHERE tablename IN ('semel_runs', 'semel_attempts') AND indexname NOT LIKE '%\\_
 """
 
 
-def fill(url: str, count: int, apart_ms: int = APART_MS) -> None:
-    """Insert ``count`` runs so many milliseconds apart, the newest of which is submitted now."""
+def fill(url: str, count: int, apart_ms: int = APART_MS, waiting: int = WAITING) -> None:
+    """Insert ``count`` runs so many milliseconds apart, the newest of which is submitted now; the newest ones wait."""
     values = {"now": time.time_ns() // 1000, "count": count, "apart": apart_ms * 1000, "rare": count // RARE}
+    values["waiting"] = waiting
     if url.startswith("postgresql"):
         semel_command(["migrate", url, "--json"])
         with psycopg.connect(url, autocommit=True) as connection:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from semel.dashboard import errors, models
-from semel.dashboard.errors import FailedRun
+from semel.dashboard.errors import FailedAttempt
 from semel.dashboard.overview import feed
 from semel.dashboard.overview.chart import DAY, stacked_chart
 from semel.dashboard.templating import DASH
-from semel.db.schema import deliveries, run_hours, subscriptions
+from semel.db.schema import attempts, deliveries, run_hours, subscriptions
 from semel.runs.types import new_id
 from support.databases import DATABASES
 from support.pages import Browser, Page, browser, made_run, put_rows, put_runs, put_workers
@@ -149,20 +149,47 @@ def test_failures_are_grouped_by_type_and_message(server: TokenServer, tenant: s
     page = operator.open("/ui/errors")
     rows = page.one(id="errors").rows()
     assert [row[1] for row in rows] == ["6", "1", "1"]
-    assert rows[0][4] == "add 5 , other 1"
+    assert [row[2] for row in rows] == ["6", "1", "1"]
+    assert rows[0][5] == "add 5 , other 1"
     assert rows[0][0].startswith("ValueError : row 4 of")
     assert rows[0][-1] == ids[4][-12:]
     assert {row[0].split()[0] for row in rows} == {"ValueError", "KeyError", "no"}
     assert not page.all("img")
     of_one = operator.open("/ui/errors?model=other").one(id="errors").rows()
-    assert sorted(row[4] for row in of_one) == ["other 1", "other 1"]
+    assert sorted(row[5] for row in of_one) == ["other 1", "other 1"]
     with browser(server, server.admit("sue", tenant=tenant)) as sue:
-        assert "No run has failed" in sue.open("/ui/errors").text
+        assert "No attempt has failed" in sue.open("/ui/errors").text
+
+
+def test_errors_of_attempts_that_were_tried_again_are_counted_too(
+    server: TokenServer, tenant: str, operator: Browser
+) -> None:
+    tries = {"tenant": tenant, "attempts": 3, "errors": 2, "version": 8}
+    succeeded, failed = put_runs(
+        server.app,
+        [made_run(90, **tries), made_run(60, status="FAILED", last_error="ValueError: row 3 is bad", **tries)],
+    )
+    for run_id, ends in ((succeeded, ("retried", "lost", "snoozed")), (failed, ("retried",))):
+        for number, step in enumerate(ends, 1):
+            put_rows(server.app, attempts, _attempt(run_id, tenant, number, step))
+    rows = operator.open("/ui/errors").one(id="errors").rows()
+    assert [row[:3] for row in rows] == [["ValueError : row 3 is bad", "3", "1"], ["worker w was lost", "1", "0"]]
+    assert operator.open("/ui/models?model=add").one(id="failures").rows()[0][0] == failed[-12:]
+    assert len(operator.open("/ui/models?model=add").one(id="failures").rows()) == 1
+
+
+def _attempt(run_id: str, tenant: str, number: int, step: str) -> dict[str, Any]:
+    """The row of an attempt that ended in this way, and was followed by another one."""
+    errors_by_step = {"retried": f"ValueError: row {number} is bad", "lost": "worker w was lost", "snoozed": "old"}
+    times = {"due_us": 1, "began_us": 2, "ended_us": number}
+    counts = {"fence": number, "version": 2 * number + 1, "attempts": number, "errors": 0, "losts": 0}
+    row = {"run_id": run_id, "tenant": tenant, "status": "PENDING", "step": step, "worker": "w"}
+    return {**row, **times, **counts, "last_error": errors_by_step[step]}
 
 
 def test_numbers_and_ids_do_not_make_an_error_another_kind() -> None:
-    def failed(error: str | None, at: int = 1, model: str = "m") -> FailedRun:
-        return FailedRun(f"id{at}", model, "ann", at, error)
+    def failed(error: str | None, at: int = 1, model: str = "m") -> FailedAttempt:
+        return FailedAttempt(f"id{at}", model, "ann", at, error)
 
     texts = ["A: 7 at 0x7f00ab", "A: 81 at 0x7f00AC", "A.B: 7 at 0x7f00ab", "not a type: it has spaces", "Alone", None]
     groups = errors.group_errors([failed(text, at, f"m{at % 2}") for at, text in enumerate(texts)])

@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from sqlalchemy import Connection
 
-from semel.dashboard.errors import FailedRun, group_errors, list_failures
+from semel.dashboard.errors import FailedAttempt, list_failures
 from semel.dashboard.overview.chart import DAY, HEIGHT, RIGHT, WEEK, WIDTH, Chart, ChartTick, Window, stacked_chart
 from semel.dashboard.queues import may_pause
 from semel.dashboard.runs.queries import run_seconds
@@ -111,7 +111,7 @@ class ModelReading(Struct, frozen=True, kw_only=True):
     summary: Summary | None
     hours: list[HourRow]
     newest: list[Run]
-    failures: list[FailedRun]
+    failures: list[FailedAttempt]
     pause: Pause | None
     workers: list[WorkerInfo]
     """The live workers that run it."""
@@ -288,7 +288,6 @@ async def _model_page(
         steps=list(zip(labels, steps, strict=True)),
         statuses=STACK,
         failures=found.failures[:SHOWN],
-        groups=group_errors(found.failures)[:SHOWN],
         slowest=slowest(found.newest),
         parameters=used_values(found.newest),
         pause=found.pause,

@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 REVISIONS = (
     *("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010"),
-    *("0011", "0012", "0013", "0014", "0015", "0016", "0017"),
+    *("0011", "0012", "0013", "0014", "0015", "0016", "0017", "0018"),
 )
 """Every migration, oldest first; the last one is what this release needs."""
 
@@ -339,6 +339,15 @@ Index(
     attempts.c.ended_us,
     postgresql_where=text(_failed),
     sqlite_where=text(_failed),
+)
+RETRIED = "status = 'PENDING' AND step IN ('retried', 'lost')"
+"""Attempts that failed, and were not the last of their run."""
+Index(
+    "semel_attempts_retried",
+    attempts.c.tenant,
+    attempts.c.ended_us,
+    postgresql_where=text(RETRIED),
+    sqlite_where=text(RETRIED),
 )
 Index(
     "semel_attempts_data",
