@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -281,7 +281,7 @@ class Place:
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+def shared_place(request: pytest.FixtureRequest) -> Iterator[Place]:
     kind, form = request.param.split("-")
     clock = FakeClock(START)
     with ExitStack() as cleanup:
@@ -292,6 +292,32 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         yield Place(store, run, clock, keeps_released=kind == "postgres")
 
 
+@pytest.fixture
+def place(shared_place: Place) -> Iterator[Place]:
+    """An empty store, whatever ran before: the order of tests depends on which process is free."""
+    shared_place.clock.us = round(START * 1e6)
+    yield shared_place
+    empty(shared_place)
+
+
+def empty(place: Place) -> None:
+    """Remove all records, however far the clock was put forward and back."""
+    place.clock.us = round((START + 10**9) * 1e6)
+    while place.run(place.store.purge(1000)) == 1000:
+        pass
+
+
+PURGE = Step("purge")
+LONG_LEASE = Step("claim", asks=(Ask("a", 0, "", 600 * SECOND, 60 * SECOND, False, False, False, None, None),))
+OWN = Own(0, False, 120 * SECOND, OutcomeData("seen", b"", None))
+RENEWAL, COMPLETION = Step("renew", owns=(OWN,)), Step("complete", owns=(OWN,))
+BEFORE = [LONG_LEASE, Step("jump", seconds=100), PURGE]
+"""The retention is over, and the lease is not."""
+SHORTER_BY_RENEWAL = [*BEFORE, RENEWAL, Step("jump", seconds=300), PURGE]
+SHORTER_BY_OUTCOME = [*BEFORE, COMPLETION, Step("jump", seconds=300), PURGE]
+SHORTER_BY_CLOCK = [*BEFORE, Step("jump", seconds=-700), LONG_LEASE, Step("jump", seconds=800), PURGE]
+
+
 @settings(
     max_examples=60,
     deadline=None,
@@ -299,6 +325,9 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(st.lists(steps, min_size=1, max_size=8), min_size=1, max_size=6).map(lambda parts: list(chain(*parts))))
+@example(SHORTER_BY_RENEWAL)
+@example(SHORTER_BY_OUTCOME)
+@example(SHORTER_BY_CLOCK)
 def test_a_store_answers_as_the_memory_store_does(place: Place, told: list[Step]) -> None:
     """Given both stores empty, when both are told the same, then verdicts, fences, records and purges agree."""
     clock = place.clock
@@ -315,10 +344,8 @@ def test_a_store_answers_as_the_memory_store_does(place: Place, told: list[Step]
         for step in told:
             compared.take(step)
         compared.count()
-    finally:  # the next example starts with an empty store, however far the clock was put forward and back
-        clock.us = round((START + 10**9) * 1e6)
-        while place.run(place.store.purge(1000)) == 1000:
-            pass
+    finally:
+        empty(place)
 
 
 def test_claims_of_one_key_in_one_batch_are_decided_in_their_order(place: Place) -> None:

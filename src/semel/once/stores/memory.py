@@ -71,15 +71,16 @@ class MemoryStore:
         self._file(record, record.expires_us)
         return Granted(claim_of(record), verdict)
 
-    @staticmethod
-    def _judge(record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
-        rewind(record, now)
+    def _judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
+        if record is not None and rewind(record, now):
+            self._file(record, end_of(record))
         return judge(record, request, now)
 
     def _file(self, record: Record, end: int) -> None:
         """File the record under the second in which it, or its value, may end next, for the collector.
 
-        Entries of records that were released or replaced meanwhile are dropped before they outnumber the others.
+        A record whose end comes earlier than before is filed again. Entries that are out of date are dropped before
+        they outnumber the others.
         """
         if record.value_until_us is not None and record.data is not None and record.value_until_us < end:
             end = record.value_until_us
@@ -89,15 +90,13 @@ class MemoryStore:
             self._tidy()
 
     def _tidy(self) -> None:
+        self._ends.clear()
         self._filed = 0
-        for second, records in list(self._ends.items()):
-            kept = [record for record in records if self._scopes.get(record.scope, {}).get(record.key) is record]
-            self._filed += len(kept)
-            if kept:
-                self._ends[second] = kept
-            else:
-                del self._ends[second]
-        self._tidy_at = 1000 + 2 * self._filed
+        held = sum(map(len, self._scopes.values()))
+        self._tidy_at = 1000 + 2 * held
+        for records in self._scopes.values():
+            for record in records.values():
+                self._file(record, end_of(record))
 
     def mark(
         self, scope: str, key: str, data: bytes, ttl_us: int, value_ttl_us: int | None
@@ -134,8 +133,11 @@ class MemoryStore:
         record = self._live(request, now)
         if record is None or record.fence != request.fence or record.state != "claimed":
             return None
+        end = end_of(record)
         record.lease_us = request.lease_us
         record.lease_until_us = now + request.lease_us
+        if end_of(record) < end:
+            self._file(record, end_of(record))
         return record.lease_until_us
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
@@ -148,10 +150,10 @@ class MemoryStore:
         if record is None or record.fence != request.fence:
             return False
         if record.state == "claimed":
-            expires = record.expires_us
+            end = end_of(record)
             finish(record, request.done, now)
-            if record.value_until_us is not None or record.expires_us != expires:
-                self._file(record, record.expires_us)
+            if record.value_until_us is not None or end_of(record) < end:
+                self._file(record, end_of(record))
         return True
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
