@@ -59,7 +59,7 @@ def serving(app: App, cloud: ReplicateServer, pace: Timing = PACE, **options: An
     """The service in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     with serve_state(prepared(app, cloud.url, listener, pace, options), listener) as server:
-        eventually(lambda: in_database(app, listens), "that the server's worker listens")
+        eventually(lambda: in_database(app, listens, reads=True), "that the server's worker listens")
         yield server
 
 
@@ -91,11 +91,11 @@ def ended(app: App, run: Run) -> Run:
     return app.get(run.id)
 
 
-def in_database(app: App, work: Callable[[Connection], R]) -> R:
-    """Call the function with a direct connection to the database."""
+def in_database(app: App, work: Callable[[Connection], R], *, reads: bool = False) -> R:
+    """Call the function with a direct connection to the database. If it only ``reads``, it waits for no writer."""
     engine = engine_of(app.url)
     try:
-        with engine.begin() as conn:
+        with engine.execution_options(semel_reads=reads).begin() as conn:
             return work(conn)
     finally:
         engine.dispose()
@@ -108,7 +108,7 @@ def row_of(app: App, run: Run) -> dict[str, Any]:
         found = conn.execute(text("SELECT * FROM semel_jobs WHERE run_id = :run"), {"run": run.id}).mappings().first()
         return {} if found is None else dict(found)
 
-    return in_database(app, read)
+    return in_database(app, read, reads=True)
 
 
 def listens(conn: Connection) -> bool:

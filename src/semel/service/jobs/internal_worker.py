@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import threading
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from semel.errors import StoreUnavailable
 from semel.runs.app import App
 from semel.runs.models.model import Registry
 from semel.runs.types import INTERNAL_PREFIX, INTERNAL_QUEUE
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 QUEUE = INTERNAL_QUEUE
 """The queue of the service's own models. Their names begin with ``semel.``"""
 
+RESTART_AFTER = 0.5
+"""Seconds until a worker that failed starts again."""
+
+_log = logging.getLogger("semel.service")
 _current: ContextVar[InternalWorker] = ContextVar("semel_internal_work")
 
 
@@ -52,9 +58,20 @@ class InternalWorker:
             _with_own_models(self.service.app), queues=[QUEUE], name="service", processes=0, threads=4, concurrency=100
         )
         _current.set(self)
-        self._task = asyncio.create_task(self._worker.serve())
+        self._task = asyncio.create_task(self._serve(self._worker))
         self._settler = uploads.UploadReaper(self.service.store, self._worker.id)
         self._settler.start()
+
+    async def _serve(self, worker: Worker) -> None:
+        """Work until stopped. A worker that failed starts again: no other one serves this queue."""
+        while not self.stopping.is_set():
+            try:
+                await worker.serve()
+            except StoreUnavailable:  # the store has logged it
+                await asyncio.sleep(RESTART_AFTER)
+            except Exception as error:  # noqa: BLE001 -- the next start may succeed
+                _log.error("the worker of the server's own runs failed; it starts again: %s", error, exc_info=error)
+                await asyncio.sleep(RESTART_AFTER)
 
     async def close(self) -> None:
         """Stop, and give unfinished runs back."""
