@@ -26,7 +26,7 @@ from support.long_lived import collect_seldom
 from support.programs import PATIENCE, processes
 
 START = 1_709_210_096.0
-MOST_STATEMENTS = 400
+MOST_STATEMENTS = 1000
 """An operation with more statements than this is taken for one that never ends."""
 
 numbers = count(1)

@@ -13,6 +13,7 @@ import h11
 import httpx
 
 from support.process_peer import ProcessPeer
+from support.stacks import ask_for_stacks
 from support.web_servers import WebServer, web_server
 
 PATIENCE = 60
@@ -145,7 +146,11 @@ class Site:
 
     def post(self, place: str, key: str, content: Any = b"{}", **headers: str) -> httpx.Response:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.client.post(self.path(place), content=content, headers={"Idempotency-Key": key, **named})
+        try:
+            return self.client.post(self.path(place), content=content, headers={"Idempotency-Key": key, **named})
+        except httpx.ReadTimeout as error:
+            ask_for_stacks(self.server.pids)
+            raise AssertionError(f"no answer to {place} of {key}; the server's output:\n{self.server.log()}") from error
 
     def post_until(self, place: str, key: str, status: int, *errors: int) -> httpx.Response:
         """Retry, as a client does, until the response has this status; any 409 or 503 must have a Retry-After."""

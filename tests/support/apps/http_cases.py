@@ -18,7 +18,9 @@ from msgspec import Struct
 
 from semel import Policy, current_claim
 from support.process_peer import ProcessPeer
+from support.stacks import show_stacks_on_signal
 
+show_stacks_on_signal()
 STORES: dict[str, str] = json.loads(os.environ["SEMEL_TEST_STORES"])
 desk = ProcessPeer(os.environ["SEMEL_TEST_FOLDER"])
 
