@@ -1,7 +1,6 @@
 """Fixtures for every test: servers for the whole session, empty databases, a browser."""
 
 import gc
-import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from support.databases import DATABASES, Databases, StoreUrls, TestDatabase, dat
 from support.load import load
 from support.long_lived import collect_seldom
 from support.memory import keep_files_in_memory
+from support.parallel import Parallel
 from support.programs import share_fork_server
 
 if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do not need it
@@ -30,8 +30,18 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")  # Hypothesis must not fail a test because the machine is busy
 
 
+LONGEST = {Path(__file__).parent / room for room in ("crash", "chaos", "protocol", "docs")}
+"""Rooms whose tests take seconds or minutes each."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("-N", "--processes", type=int, default=0, help="run the tests in that many processes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare what all processes of the tests share; they inherit ``TMPDIR``, but not the load."""
+    """Prepare what all processes of the tests share."""
+    if processes := config.getoption("--processes"):
+        config.pluginmanager.register(Parallel(processes, LONGEST))
     keep_files_in_memory()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; every process inherits it
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,28 +59,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     points = sum(value for each in reports for name, value in each.user_properties if name == "crash points")
     if points:
         terminalreporter.write_line(f"{points} crash points were tried")
-
-
-LONGEST = {Path(__file__).parent / room for room in ("crash", "chaos", "protocol", "docs")}
-"""Rooms whose tests take seconds or minutes each."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let each process of the tests begin with its share of the longest ones, so that none is left for the end.
-
-    Each process is given an equal part of the list, and takes over short tests of others when it is done.
-    """
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    longest = [each for each in items if LONGEST & {*each.path.parents}]
-    others = iter([each for each in items if not LONGEST & {*each.path.parents}])
-    left = len(items)
-    items.clear()
-    for number in range(processes):
-        share = longest[number::processes]
-        part = left // (processes - number)
-        items += [*share, *itertools.islice(others, max(0, part - len(share)))]
-        left -= part
-    items += others
 
 
 def pytest_collection_finish() -> None:

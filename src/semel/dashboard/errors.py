@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from litestar import Response, get
 from litestar.params import QueryParameter
 from msgspec import Struct
-from sqlalchemy import ColumnElement, Connection, Row, TextClause, func, literal, select, text
+from sqlalchemy import ColumnElement, Connection, TextClause, func, literal, select, text
 
 from semel.dashboard.templating import page, short
 from semel.db.dialect import Statement
@@ -105,12 +105,12 @@ def list_failures(
     return found[:limit]
 
 
-def _latest(conn: Connection, tenant: str, which: ColumnElement[bool] | TextClause, limit: int) -> list[Row[Any]]:
+def _latest(conn: Connection, tenant: str, which: ColumnElement[bool] | TextClause, limit: int) -> list[tuple[Any, ...]]:
     """The latest attempts of a tenant: run, end, error, status of the run after it."""
     error = func.substr(attempts.c.last_error, 1, MAX_ERROR)
     query = select(attempts.c.run_id, attempts.c.ended_us, error, attempts.c.status)
     query = query.where(attempts.c.tenant == tenant, which).order_by(attempts.c.ended_us.desc()).limit(limit)
-    return [*conn.execute(query)]
+    return [tuple(row) for row in conn.execute(query)]
 
 
 def split_error(error: str | None) -> tuple[str, str]:
