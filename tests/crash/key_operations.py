@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import sqlalchemy
+from psycopg.rows import namedtuple_row
 from sqlalchemy import text
 
 from crash.points import Ended, Place
@@ -372,6 +375,24 @@ class InTransaction(Connected):
 def connected(place: Place) -> sqlalchemy.Connection:
     """A connection of the user's own."""
     return _engine(place.kind, place.url).connect()
+
+
+def read_rows(place: Place, statement: str, parameters: dict[str, Any]) -> list[Any]:
+    """The rows of a query as named tuples, from the driver: SQLAlchemy would take longer than the database for them."""
+    with connected(place) as conn:
+        if place.kind == "sqlite":
+            cursor = conn.connection.cursor()
+            cursor.execute(statement, parameters)
+            row = _row_type(*(column[0] for column in cursor.description))
+            return [row(*each) for each in cursor.fetchall()]
+        psycopg_cursor = conn.connection.driver_connection.cursor(row_factory=namedtuple_row)
+        psycopg_cursor.execute(statement.replace("%", "%%").replace(":user", "%(user)s"), parameters)
+        return psycopg_cursor.fetchall()
+
+
+@cache
+def _row_type(*names: str) -> Any:
+    return namedtuple("Row", names, rename=True)  # noqa: PYI024 -- as psycopg makes them
 
 
 _engines: dict[str, sqlalchemy.Engine] = {}

@@ -9,15 +9,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from sqlalchemy import text
-
-from crash.key_operations import connected
+from crash.key_operations import read_rows
 from crash.points import Place
 from semel.audit_log import verify_log
 from support.databases import MISCHARGED, MISCOUNTED
 
 ACTIVE = ("PENDING", "RUNNING")
-AUDIT = text('SELECT a.*, a.user_id AS "user" FROM semel_audit AS a ORDER BY tenant, seq')
+AUDIT = 'SELECT a.*, a.user_id AS "user" FROM semel_audit AS a ORDER BY tenant, seq'
 
 
 class Ledger:
@@ -27,8 +25,7 @@ class Ledger:
         self._place, self._user = place, user
 
     def _rows(self, statement: str) -> list[Any]:
-        with connected(self._place) as conn:
-            return list(conn.execute(text(statement), {"user": self._user}))
+        return read_rows(self._place, statement, {"user": self._user})
 
     @cached_property
     def runs(self) -> list[Any]:
@@ -58,8 +55,7 @@ class Ledger:
 
     @cached_property
     def log(self) -> list[dict[str, Any]]:
-        with connected(self._place) as conn:
-            return [dict(row) for row in conn.execute(AUDIT).mappings()]
+        return [row._asdict() for row in self._rows(AUDIT)]
 
     @property
     def statuses(self) -> list[str]:

@@ -227,7 +227,7 @@ def _put(conn: Connection, table: Table, row: dict[str, Any]) -> None:
 
 
 MISCOUNTED = """
-SELECT tenant, model, status, sum(n), sum(spent) FROM (
+SELECT tenant, model, status, sum(n) AS runs_over, sum(spent) AS spent_over FROM (
   SELECT tenant, model, status, count AS n, spent_us AS spent FROM semel_run_counts
   UNION ALL SELECT tenant, model, status, count, spent_us FROM semel_run_totals
   UNION ALL SELECT tenant, model, status, -1, CASE status WHEN 'SUCCEEDED' THEN started_us - finished_us ELSE 0 END
