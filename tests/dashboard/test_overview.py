@@ -342,7 +342,7 @@ def test_late_runs_of_one_queue_and_model_are_shown_once_with_their_reason(
 ) -> None:
     pending = {"tenant": tenant, "status": "PENDING"}
     made = [made_run(400 - n, **pending, queue="nobody-serves") for n in range(12)]
-    made += [made_run(300, **pending, queue="nobody-serves", model=f"m{n}") for n in range(3)]
+    made += [made_run(300 - n, **pending, queue="nobody-serves", model=f"m{n}") for n in range(3)]
     oldest = put_runs(server.app, made)[0]
     page = operator.open("/")
     rows = table(page, "attention")

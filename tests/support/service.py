@@ -242,7 +242,12 @@ def _running(application: Any, lifespan: Any = "on", listener: socket.socket | N
 
 def server_config(application: Any, lifespan: Any = "on") -> uvicorn.Config:
     return uvicorn.Config(
-        application, lifespan=lifespan, log_config=None, access_log=False, timeout_graceful_shutdown=5
+        application,
+        lifespan=lifespan,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=round(PATIENCE),  # a client on a busy machine may be about to use a connection that was idle
     )
 
 

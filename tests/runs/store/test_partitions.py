@@ -212,6 +212,25 @@ def test_a_role_that_may_only_write_rows_makes_and_drops_partitions_if_it_may_ex
         ledger.client.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("what", ["makes", "drops"])
+def test_runs_can_be_read_soon_although_who_makes_or_drops_a_partition_vanished(ledger: Ledger, what: str) -> None:
+    """Its transaction has locked the tables, and neither ends nor is ended by a lost connection."""
+    run = ledger.ended()
+    store = ledger.timeless._engine.store
+    engine = engine_of(ledger.url)
+    with closing(engine.connect()) as conn:
+        conn.begin()
+        if what == "makes":
+            assert partitions.make(conn, round((ledger.began + DAY) * MICRO), round((ledger.began + 2 * DAY) * MICRO))
+        else:
+            ledger.make(ledger.began + DAY, ledger.began + 2 * DAY)
+            later = ledger.partitions[-1]
+            assert partitions.drop(conn, later, -3 * DAY, store.statement_context) == 0
+        assert ledger.timeless.get(run.id).status == "SUCCEEDED"
+        conn.invalidate()  # the database has ended it
+    engine.dispose()
+
+
 def test_a_new_partition_takes_over_what_a_clock_that_was_ahead_wrote(ledger: Ledger) -> None:
     assert ledger.value("SELECT semel_drop_partition('_first')")
     run = ledger.ended()

@@ -123,11 +123,15 @@ def missing(conn: Connection, retention: float | None, context: StatementContext
 
 _MAKE = text("SELECT semel_make_partition(CAST(:start AS uuid), CAST(:end AS uuid))")
 _BRIEFLY = text("SELECT set_config('statement_timeout', '2s', true)")
+_END_IF_SILENT = text("SELECT set_config('idle_in_transaction_session_timeout', '5s', true)")
+"""Nobody can read a table that gets or loses a partition until the transaction ends, so one whose client vanished ends
+before others have given up."""
 
 
 def make(conn: Connection, start_us: int, end_us: int) -> bool:
     """Make a partition for this time. False if somebody reads or writes, or if the default one is too full."""
     conn.execute(_BRIEFLY)
+    conn.execute(_END_IF_SILENT)
     return bool(conn.scalar(_MAKE, {"start": id_at(start_us), "end": id_at(end_us)}))
 
 
@@ -194,6 +198,7 @@ def drop(conn: Connection, partition: Partition, age: float, context: StatementC
     now = read_clock(conn, context)
     if partition not in partitions(conn):
         return 0  # dropped before, and the reply was lost
+    conn.execute(_END_IF_SILENT)
     if not conn.scalar(_LOCK, {"name": partition.name}):  # nobody writes to it from now on
         raise PartitionBusy(partition.name)
     if not _is_removable(conn, partition, age, now):
