@@ -46,10 +46,14 @@ class Parallel:
         return True
 
     def _shares(self, items: dict[int, pytest.Item]) -> Iterator[list[int]]:
-        """The numbers of the tests as they are handed out: first the long ones, then by module, the small ones last."""
-        alone = [number for number, item in items.items() if self._alone & {*item.path.parents}]
-        yield from ([number] for number in alone)
-        others = items.keys() - set(alone)
+        """The numbers of the tests as they are handed out: first the long ones, then by module, the small ones last.
+
+        The long ones of one folder, such as those that start many processes, are spread among those of the others.
+        """
+        rooms = [[n for n, item in items.items() if room in item.path.parents] for room in self._alone]
+        alone = sorted((place / len(room), number) for room in rooms for place, number in enumerate(room))
+        yield from ([number] for _, number in alone)
+        others = items.keys() - {number for _, number in alone}
         modules = [[*numbers] for _, numbers in groupby(sorted(others), lambda number: items[number].path)]
         for module in sorted(modules, key=len, reverse=True):
             numbers = iter(module)
