@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, select, text
 
 from semel import App, Granted, Once, Unknown
 from semel._concurrency.sync import run_sync
@@ -19,6 +19,7 @@ from semel.dashboard.overview.feed import StepCounts
 from semel.dashboard.overview.queries import Audience
 from semel.dashboard.overview.view import ReplayRate, percentile
 from semel.db.dialect import StatementContext
+from semel.db.schema import runs
 from semel.runs.store import quotas
 from semel.runs.store.maintenance import acquire_leadership
 from semel.runs.types import Quota, id_at, new_id
@@ -298,6 +299,23 @@ def test_numbers_that_are_taken_from_the_newest_runs_say_so(
     page = operator.open("/")
     assert figures(page)["Throughput"].endswith("about")
     assert "From the newest runs" in page.one(id="latency").text
+
+
+@pytest.mark.parametrize("status", queries.FINAL)
+def test_sqlite_reads_the_runs_that_ended_last_without_sorting_all_of_them(tmp_path: Path, status: str) -> None:
+    newest = Audience("").newest(select(runs.c.user_id), status, 1_700_000_000_000_000).limit(500)
+    app = App(f"sqlite:///{tmp_path / 'semel.db'}")
+    ledger = app.ledger(awaited=False)
+
+    def plan(conn: Connection) -> list[str]:
+        asked = newest.compile(dialect=conn.dialect, compile_kwargs={"literal_binds": True})
+        return [row[-1] for row in conn.execute(text(f"EXPLAIN QUERY PLAN {asked}"))]
+
+    steps = run_sync(ledger.write(plan))
+    run_sync(ledger.close())
+    app.close()
+    assert steps[0].startswith("SEARCH"), steps
+    assert not [step for step in steps if "ORDER BY" in step], steps
 
 
 def test_what_failed_last_comes_first_though_it_was_submitted_long_ago(

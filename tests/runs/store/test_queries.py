@@ -5,6 +5,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from msgspec import structs
 from sqlalchemy import Connection, event
 
 from semel import InvalidRequest, Run
@@ -365,6 +366,11 @@ def test_places_follow_priority_then_the_time_then_the_id_among_what_is_ready_in
     app.submit("train", dedupe=False, delay=1, priority=5)
     app.cancel(app.submit("train", dedupe=False, priority=5).id)
     assert [waiting(database, each).place for each in (urgent, first, second, third, low)] == [1, 2, 3, 4, 5]
+    context = database.store.statement_context
+    unplaced = database.ask(queries.waiting, low.id, context, False)
+    assert unplaced == structs.replace(waiting(database, low), place=None)
+    database.see_worker("one", models={"train": "thread"}, slots={"thread": 1})
+    assert database.ask(queries.waiting, low.id, context, False).reason == "4 runs are ahead"
 
 
 @pytest.mark.parametrize(
