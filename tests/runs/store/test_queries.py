@@ -399,8 +399,8 @@ def test_free_slots_decide_whether_a_run_is_next(database: TestDatabase) -> None
     assert reasons == ["it is next", "1 run is ahead", "2 runs are ahead"]
     assert waiting(database, first).workers == 1
     assert [each.id for each in database.lease()] == [first.id]
-    assert waiting(database, second).reason == "all 2 slots of 1 workers are busy; 0 runs are ahead"
-    assert waiting(database, third).reason == "all 2 slots of 1 workers are busy; 1 run is ahead"
+    assert waiting(database, second).reason == "all slots are busy (2 on 1 worker); it is next"
+    assert waiting(database, third).reason == "all slots are busy (2 on 1 worker); 1 run is ahead"
     database.see_worker("worker-2", slots={"thread": 1})
     assert (waiting(database, second).reason, waiting(database, second).workers) == ("it is next", 2)
 

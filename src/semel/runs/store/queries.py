@@ -705,11 +705,12 @@ def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo],
             if known
             else f"no live worker of the queue {row.queue!r} knows the model {row.model!r}"
         )
-    before = "1 run is ahead" if ahead == 1 else f"{ahead} runs are ahead"
+    before = "it is next" if ahead == 0 else "1 run is ahead" if ahead == 1 else f"{ahead} runs are ahead"
     if all(each.free(row.model) <= 0 for each in able):
         slots = sum(each.slots[each.models[row.model]] for each in able)
-        return f"all {slots} slots of {len(able)} workers are busy; {before}"
-    return before if ahead else "it is next"
+        workers = "1 worker" if len(able) == 1 else f"{len(able)} workers"
+        return f"all slots are busy ({slots} on {workers}); {before}"
+    return before
 
 
 def list_workers(conn: Connection, context: StatementContext) -> list[WorkerInfo]:
