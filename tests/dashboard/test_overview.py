@@ -92,7 +92,7 @@ def test_an_empty_house_says_so(operator: Browser) -> None:
     assert not table(page, "attention")
     for part in ("running", "failures", "latency"):
         assert page.one(id=part).all("p", class_="empty"), part
-    assert "No runs were submitted" in page.one(id="chart").text
+    assert "No run was submitted" in page.one(id="chart").text
 
 
 def test_runs_are_counted_by_state_and_drawn_by_when_they_were_submitted(
@@ -297,7 +297,7 @@ def test_numbers_that_are_taken_from_the_newest_runs_say_so(
     made += [made_run(4200 + n / 10, tenant=tenant, finished=4100) for n in range(queries.SAMPLE - 100)]
     put_runs(server.app, made)
     page = operator.open("/")
-    assert figures(page)["Throughput"].endswith("about")
+    assert figures(page)["Throughput"].endswith("estimated")
     assert "From the newest runs" in page.one(id="latency").text
 
 
@@ -441,6 +441,20 @@ def test_what_needs_somebody_comes_first_and_links_to_where_it_can_be_mended(
     for name, address in links.items():
         if not name.startswith("t-") or tenant in name:
             assert operator.open(address).status == 200, address
+
+
+def test_of_many_that_need_somebody_a_few_are_named_and_the_others_counted(
+    server: TokenServer, tenant: str, operator: Browser
+) -> None:
+    for number in range(7):
+        drive_quota(server.app, tenant, f"u{number}", per_day=1)
+        put_runs(server.app, [made_run(60, tenant=tenant, user_id=f"u{number}")])
+    put_workers(server.app, [{"id": f"{tenant}-{number}", "seen": 300} for number in range(5)])
+    shown = operator.open("/").one(id="attention").text
+    assert shown.count("has used 1 of 1") == 5
+    assert "At least 2 more have used up a limit" in shown
+    assert shown.count("was last seen") == 3  # of these, and those that other tests left
+    assert re.search(r"\d+ more are silent", shown)
 
 
 def test_every_figure_model_user_and_worker_links_to_what_it_counts(
@@ -706,7 +720,9 @@ def test_the_axis_has_room_for_its_labels_and_one_run_is_seen_beside_a_million()
     assert all(block.height >= 3 and block.y >= 0 for block in blocks)
 
 
-@pytest.mark.parametrize(("most", "top"), [(0, 4), (3, 4), (4, 4), (5, 5), (6, 10), (11, 20), (41, 50), (999, 1000)])
+@pytest.mark.parametrize(
+    ("most", "top"), [(0, 4), (3, 4), (4, 4), (5, 5), (6, 6), (7, 8), (9, 10), (11, 20), (501, 600), (999, 1000)]
+)
 def test_an_axis_ends_at_a_round_number(most: int, top: int) -> None:
     assert chart.ceiling(most) == top
 

@@ -105,7 +105,9 @@ def list_failures(
     return found[:limit]
 
 
-def _latest(conn: Connection, tenant: str, which: ColumnElement[bool] | TextClause, limit: int) -> list[tuple[Any, ...]]:
+def _latest(
+    conn: Connection, tenant: str, which: ColumnElement[bool] | TextClause, limit: int
+) -> list[tuple[Any, ...]]:
     """The latest attempts of a tenant: run, end, error, status of the run after it."""
     error = func.substr(attempts.c.last_error, 1, MAX_ERROR)
     query = select(attempts.c.run_id, attempts.c.ended_us, error, attempts.c.status)
