@@ -44,7 +44,7 @@ STATES = """CASE WHEN n < {waiting} THEN 'PENDING' WHEN n % 25 = 1 THEN 'FAILED'
 RUNS = """id, created_us, lease_us, priority, max_attempts, max_lost, tenant, user_id, model, queue,
   parameters, idempotency_key, payload_hash"""
 MODEL = "CASE n % {rare} WHEN 9 THEN 'rare' ELSE 'model' || (n % 10) END AS model"
-VALUES = """us, {lease}, {priority}, 3, 3, '', 'user' || (n % 100), model, 'default', '[]', 'key' || n"""
+VALUES = """us, {lease}, {priority}, 3, 3, '', 'user' || (n % 100), model, 'default', '{{{{}}}}', 'key' || n"""
 POSTGRES = f"""
 CREATE UNLOGGED TABLE made AS SELECT *,
   (lpad(to_hex(us / 1000), 12, '0') || '7' || lpad(to_hex(n % 4096), 3, '0') || '8'

@@ -489,8 +489,8 @@ def test_b14_a_live_worker_changes_the_reason(shop: Workshop) -> None:
         until(lambda: effects(folder))
         assert shop.app.waiting(busy.id) is None
         behind, last = (shop.app.submit("note", {"folder": folder, "number": number}) for number in (1, 2))
-        assert _reason(shop.app, behind.id) == "all 1 slots of 1 workers are busy; 0 runs are ahead"
-        assert _reason(shop.app, last.id) == "all 1 slots of 1 workers are busy; 1 run is ahead"
+        assert _reason(shop.app, behind.id) == "all slots are busy (1 on 1 worker); it is next"
+        assert _reason(shop.app, last.id) == "all slots are busy (1 on 1 worker); 1 run is ahead"
         run = strange.submit("strange")
         reason = _reason(shop.app, run.id)
         assert "knows the model 'strange'" in reason

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, select, text
 
 from semel import App, Granted, Once, Unknown
 from semel._concurrency.sync import run_sync
@@ -19,6 +19,7 @@ from semel.dashboard.overview.feed import StepCounts
 from semel.dashboard.overview.queries import Audience
 from semel.dashboard.overview.view import ReplayRate, percentile
 from semel.db.dialect import StatementContext
+from semel.db.schema import runs
 from semel.runs.store import quotas
 from semel.runs.store.maintenance import acquire_leadership
 from semel.runs.types import Quota, id_at, new_id
@@ -91,7 +92,7 @@ def test_an_empty_house_says_so(operator: Browser) -> None:
     assert not table(page, "attention")
     for part in ("running", "failures", "latency"):
         assert page.one(id=part).all("p", class_="empty"), part
-    assert "No runs were submitted" in page.one(id="chart").text
+    assert "No run was submitted" in page.one(id="chart").text
 
 
 def test_runs_are_counted_by_state_and_drawn_by_when_they_were_submitted(
@@ -296,8 +297,25 @@ def test_numbers_that_are_taken_from_the_newest_runs_say_so(
     made += [made_run(4200 + n / 10, tenant=tenant, finished=4100) for n in range(queries.SAMPLE - 100)]
     put_runs(server.app, made)
     page = operator.open("/")
-    assert figures(page)["Throughput"].endswith("about")
+    assert figures(page)["Throughput"].endswith("estimated")
     assert "From the newest runs" in page.one(id="latency").text
+
+
+@pytest.mark.parametrize("status", queries.FINAL)
+def test_sqlite_reads_the_runs_that_ended_last_without_sorting_all_of_them(tmp_path: Path, status: str) -> None:
+    newest = Audience("").newest(select(runs.c.user_id), status, 1_700_000_000_000_000).limit(500)
+    app = App(f"sqlite:///{tmp_path / 'semel.db'}")
+    ledger = app.ledger(awaited=False)
+
+    def plan(conn: Connection) -> list[str]:
+        asked = newest.compile(dialect=conn.dialect, compile_kwargs={"literal_binds": True})
+        return [row[-1] for row in conn.execute(text(f"EXPLAIN QUERY PLAN {asked}"))]
+
+    steps = run_sync(ledger.write(plan))
+    run_sync(ledger.close())
+    app.close()
+    assert steps[0].startswith("SEARCH"), steps
+    assert not [step for step in steps if "ORDER BY" in step], steps
 
 
 def test_what_failed_last_comes_first_though_it_was_submitted_long_ago(
@@ -423,6 +441,20 @@ def test_what_needs_somebody_comes_first_and_links_to_where_it_can_be_mended(
     for name, address in links.items():
         if not name.startswith("t-") or tenant in name:
             assert operator.open(address).status == 200, address
+
+
+def test_of_many_that_need_somebody_a_few_are_named_and_the_others_counted(
+    server: TokenServer, tenant: str, operator: Browser
+) -> None:
+    for number in range(7):
+        drive_quota(server.app, tenant, f"u{number}", per_day=1)
+        put_runs(server.app, [made_run(60, tenant=tenant, user_id=f"u{number}")])
+    put_workers(server.app, [{"id": f"{tenant}-{number}", "seen": 300} for number in range(5)])
+    shown = operator.open("/").one(id="attention").text
+    assert shown.count("has used 1 of 1") == 5
+    assert "At least 2 more have used up a limit" in shown
+    assert shown.count("was last seen") == 3  # of these, and those that other tests left
+    assert re.search(r"\d+ more are silent", shown)
 
 
 def test_every_figure_model_user_and_worker_links_to_what_it_counts(
@@ -688,7 +720,9 @@ def test_the_axis_has_room_for_its_labels_and_one_run_is_seen_beside_a_million()
     assert all(block.height >= 3 and block.y >= 0 for block in blocks)
 
 
-@pytest.mark.parametrize(("most", "top"), [(0, 4), (3, 4), (4, 4), (5, 5), (6, 10), (11, 20), (41, 50), (999, 1000)])
+@pytest.mark.parametrize(
+    ("most", "top"), [(0, 4), (3, 4), (4, 4), (5, 5), (6, 6), (7, 8), (9, 10), (11, 20), (501, 600), (999, 1000)]
+)
 def test_an_axis_ends_at_a_round_number(most: int, top: int) -> None:
     assert chart.ceiling(most) == top
 

@@ -13,9 +13,9 @@ from semel.dashboard.runs.queries import IdRange, scan
 from semel.runs.store import RunStore
 from semel.runs.store.queries import Filter
 from semel.runs.types import STATUSES, id_at
-from support.dashboard_runs import IDLE, TRICKS, ended, idle, manual_worker, runs_server, submitted
+from support.dashboard_runs import IDLE, TRICKS, ended, events, idle, manual_worker, runs_server, submitted
 from support.databases import DATABASES
-from support.pages import Browser, Page, browser, made_run, put_runs
+from support.pages import Browser, Page, browser, made_run, parsed, put_runs
 from support.service import TokenServer
 
 
@@ -100,7 +100,7 @@ def test_runs_are_filtered_by_time(server: TokenServer, operator: Browser) -> No
         assert listed(operator, user="tim", last=span) == [run_id]
     page = operator.open("/ui/runs", params={"user": "tim", "last": "24h"})
     chosen = [each.text for each in page.all("a", aria_current="true")]
-    assert chosen == ["24h"]
+    assert chosen == ["24h", "newest first"]
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,26 @@ def test_the_pages_lead_through_all_runs_and_back(server: TokenServer, operator:
         page = operator.open(newer[0]["href"])
         back.append(ids(page))
     assert back == [every[50:100], every[:50]] or back == [every[50:100], every[:50], every[:50]]
+
+
+def test_the_oldest_runs_come_first_if_that_is_wanted(server: TokenServer, operator: Browser) -> None:
+    many = [{"model": "add", "parameters": {"a": n}, "user": "otto", "queue": IDLE} for n in range(60)]
+    every = sorted(run.id for run in server.app.submit_many(many))
+    newest = operator.open("/ui/runs?user=otto&model=add&last=1h")
+    (oldest,) = [each for each in newest.all("a") if each.text == "oldest first"]
+    page = operator.open(oldest["href"])
+    assert {each["value"] for each in page.all("input", name="sort")} == {"oldest"}, "the next search keeps the order"
+    (onward,) = page.all("a", rel="next")
+    assert onward.text == "Newer"
+    following = operator.open(onward["href"])
+    assert [ids(page), ids(following)] == [every[:50], every[50:]]
+    (back,) = [each for each in following.all("a") if each.text == "newest first"]
+    assert ids(operator.open(back["href"])) == every[:-51:-1]
+    with operator.events(page.one(id="list")["data-live"]) as answer:
+        _, html = next(events(answer.iter_lines()))
+    assert [box["value"] for box in parsed(html).all("input", name="run")] == every[:50]
+    assert not operator.open("/ui/runs?sort=oldest").all("form", aria_label="All runs that match")
+    assert operator.open("/ui/runs?sort=largest").status == 400
 
 
 def test_a_page_that_runs_out_of_time_says_so_and_goes_on(

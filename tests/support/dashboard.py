@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class DashboardServer(TokenServer):
 
 
 @contextmanager
-def dashboard_server(url: str, folder: Path) -> Iterator[DashboardServer]:
+def dashboard_server(url: str, folder: Path, working: bool = True) -> Iterator[DashboardServer]:
     """The server on a database, until the end of the block."""
     app: App = make_app(url, folder, dedupe_window=0)
     dashboard_app.register(app)
@@ -82,7 +82,7 @@ def dashboard_server(url: str, folder: Path) -> Iterator[DashboardServer]:
             _frequent_updates(),
             serve(app) as service,
             service.client() as client,
-            app.working(processes=0, poll=0.2, drain=0.0, name="scene"),
+            app.working(processes=0, poll=0.2, drain=0.0, name="scene") if working else nullcontext(),
         ):
             yield DashboardServer(service, client, folder)
     finally:

@@ -217,7 +217,7 @@ def test_a_barrier_of_one_look_only_is_found(visit: Visit, shelf: Shelf) -> None
         "@media (max-width: 400px) { #folds { display: block } }",
         kind="text/css",
     )
-    body = "<link rel='stylesheet' href='/looks.css'></h1><p>words</p><input id='folds'><h1>"
+    body = "<link rel='stylesheet' href='/looks.css'>looks</h1><p>words</p><input id='folds'><p>"
     shelf.put("/", SOUND.format(body))
     visitor = visit(shelf.address)
     visitor.go("/")

@@ -21,7 +21,7 @@ from semel.service.state import CurrentPrincipal, CurrentState
 from semel.types import Entrance, time_in
 
 PATH = "/ui/audit"
-PAGE = 25
+PAGE = 20
 """Rows of a page."""
 KINDS = tuple(dict.fromkeys(each.partition(".")[0] for each in ACTIONS))
 

@@ -40,7 +40,6 @@ NEWEST = 300
 """The newest runs, of which the slowest and the parameters most used are shown."""
 MAX_BYTES = 2_000_000
 """Of the parameters of these runs together: if they are large, fewer runs are read."""
-MAX_FAILURES = 500
 SHOWN = 8
 """Slow runs, failures and values of a parameter."""
 MAX_PARAMETERS = 12
@@ -128,7 +127,7 @@ def read_model(conn: Connection, tenant: str, model: str, since_us: int, terms: 
         summary=next((each for each in queries.summary(conn, tenant, grouped=False) if each.model == model), None),
         hours=queries.model_hours(conn, tenant, model, since_us),
         newest=queries.list_runs(conn, wanted, NEWEST, None, max_bytes=MAX_BYTES).runs,
-        failures=list_failures(conn, tenant, MAX_FAILURES, model=model),
+        failures=list_failures(conn, tenant, SHOWN, model=model),
         pause=paused,
         workers=[each for each in queries.list_workers(conn, terms) if each.alive and model in each.models],
     )
@@ -287,7 +286,7 @@ async def _model_page(
         chart_durations=duration_chart(chart, steps, labels),
         steps=list(zip(labels, steps, strict=True)),
         statuses=STACK,
-        failures=found.failures[:SHOWN],
+        failures=found.failures,
         slowest=slowest(found.newest),
         parameters=used_values(found.newest),
         pause=found.pause,

@@ -5,6 +5,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from msgspec import structs
 from sqlalchemy import Connection, event
 
 from semel import InvalidRequest, Run
@@ -365,6 +366,11 @@ def test_places_follow_priority_then_the_time_then_the_id_among_what_is_ready_in
     app.submit("train", dedupe=False, delay=1, priority=5)
     app.cancel(app.submit("train", dedupe=False, priority=5).id)
     assert [waiting(database, each).place for each in (urgent, first, second, third, low)] == [1, 2, 3, 4, 5]
+    context = database.store.statement_context
+    unplaced = database.ask(queries.waiting, low.id, context, False)
+    assert unplaced == structs.replace(waiting(database, low), place=None)
+    database.see_worker("one", models={"train": "thread"}, slots={"thread": 1})
+    assert database.ask(queries.waiting, low.id, context, False).reason == "4 runs are ahead"
 
 
 @pytest.mark.parametrize(
@@ -393,8 +399,8 @@ def test_free_slots_decide_whether_a_run_is_next(database: TestDatabase) -> None
     assert reasons == ["it is next", "1 run is ahead", "2 runs are ahead"]
     assert waiting(database, first).workers == 1
     assert [each.id for each in database.lease()] == [first.id]
-    assert waiting(database, second).reason == "all 2 slots of 1 workers are busy; 0 runs are ahead"
-    assert waiting(database, third).reason == "all 2 slots of 1 workers are busy; 1 run is ahead"
+    assert waiting(database, second).reason == "all slots are busy (2 on 1 worker); it is next"
+    assert waiting(database, third).reason == "all slots are busy (2 on 1 worker); 1 run is ahead"
     database.see_worker("worker-2", slots={"thread": 1})
     assert (waiting(database, second).reason, waiting(database, second).workers) == ("it is next", 2)
 

@@ -127,7 +127,7 @@ def ceiling(most: int) -> int:
     """The top of the axis: a round number that is not below ``most``, and at least 4."""
     size = 1
     while True:
-        for step in (1, 2, 4, 5):
+        for step in (1, 2, 4, 5, 6, 8):
             if step * size >= max(most, TICKS):
                 return step * size
         size *= 10

@@ -60,10 +60,10 @@ class Audience(Struct, frozen=True):
         return Filter(tenant=self.tenant, user=self.user, status=status or None)
 
     def newest(self, query: Select[Any], status: str, since_us: int) -> Select[Any]:
-        """Their runs of one status submitted since then, newest first. Each of the two orders has an index."""
+        """Their runs that ended so and were submitted since then, newest first. Each of the two orders has an index."""
         found = query.where(*self.filter(status).conditions())
-        if self.user is None:
-            return found.where(runs.c.id >= id_at(since_us)).order_by(runs.c.id.desc())
+        if self.user is None:  # by the id of the attempt, not of the run, which SQLite would sort
+            return found.where(runs.c.id >= id_at(since_us)).order_by(runs.c.ended_id.desc())
         return found.where(runs.c.user_id != "", runs.c.created_us >= since_us).order_by(runs.c.created_us.desc())
 
 
@@ -279,7 +279,7 @@ def _late(conn: Connection, audience: Audience, now: int, terms: StatementContex
         kinds.setdefault((row.queue, row.model), []).append(StuckRun(*row))
     found = []
     for same in list(kinds.values())[:MAX_STUCK]:
-        waiting = queries.waiting(conn, same[0].id, terms)
+        waiting = queries.waiting(conn, same[0].id, terms, place=False)
         if waiting is not None:
             found.append(msgspec.structs.replace(same[0], reason=waiting.reason, others=len(same) - 1))
     return found

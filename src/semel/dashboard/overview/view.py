@@ -39,7 +39,6 @@ MAX_RUNNING = 12
 MAX_RUNS_OF_WORKER = 6
 MAX_WORKERS = 20
 MAX_QUOTAS = 10
-MAX_EXCEEDED = 5
 SILENT_FOR = 3600
 """Seconds for which a worker that sends no heartbeat any more is shown."""
 PERCENTILES = (0.5, 0.95, 0.99)
@@ -183,13 +182,9 @@ class OverviewView(Struct, frozen=True, kw_only=True):
     running_runs: list[RunningRun]
     failures: list[Failure]
     workers: list[WorkerRow]
-    all_workers: int
+    silent: list[WorkerRow]
+    """The workers that send no heartbeat any more."""
     quotas: list[QuotaRow]
-
-    @property
-    def silent(self) -> list[WorkerRow]:
-        """The workers that send no heartbeat any more."""
-        return [each for each in self.workers if each.state == "silent"]
 
     @property
     def is_calm(self) -> bool:
@@ -228,13 +223,13 @@ def build_view(
         late=snapshot.late,
         stalled=snapshot.stalled,
         unknown_keys=unknown_keys,
-        exceeded=[row for each in snapshot.quotas if (row := _exceeded(each)) is not None][:MAX_EXCEEDED],
+        exceeded=[row for each in snapshot.quotas if (row := _exceeded(each)) is not None],
         pauses=snapshot.pauses,
         webhooks=[_failing(each) for each in snapshot.webhooks],
         running_runs=snapshot.running_runs[:MAX_RUNNING],
         failures=snapshot.failures,
         workers=workers[:MAX_WORKERS],
-        all_workers=len(workers),
+        silent=[each for each in workers if each.state == "silent"],
         quotas=_quotas(snapshot.quotas),
     )
 

@@ -20,7 +20,7 @@ from semel.types import time_in
 SPANS = {"1h": timedelta(hours=1), "24h": timedelta(days=1), "7d": timedelta(days=7)}
 """The quick links: the last hour, day and week."""
 MAX_LENGTH = 1000
-_TEXTS = ("model", "user", "queue", "worker", "error", "parameter", "last", "since", "until", "q", "stalled")
+_TEXTS = ("model", "user", "queue", "worker", "error", "parameter", "last", "since", "until", "q", "stalled", "sort")
 
 
 class RunFilters(Struct, frozen=True, kw_only=True):
@@ -41,8 +41,10 @@ class RunFilters(Struct, frozen=True, kw_only=True):
     q: str = ""
     stalled: str = ""
     """``1``: only runs that make no progress although their workers are alive."""
+    sort: str = ""
+    """``oldest``: the oldest run first."""
     before: str | None = None
-    """The list continues with the runs older than this id."""
+    """The list continues with the runs older than this id; newer ones if the oldest come first."""
     after: str | None = None
     """The list ends just above this id, with the runs newer than it."""
 
@@ -53,7 +55,19 @@ class RunFilters(Struct, frozen=True, kw_only=True):
 
     def without_time(self) -> dict[str, Any]:
         """The same without the filters by time."""
-        return {name: value for name, value in self.query.items() if name not in ("last", "since", "until")}
+        return self._without("last", "since", "until")
+
+    def without_sort(self) -> dict[str, Any]:
+        """The same without the order; empty if the list shows all runs."""
+        return self._without("sort")
+
+    def _without(self, *names: str) -> dict[str, Any]:
+        return {name: value for name, value in self.query.items() if name not in names}
+
+    @property
+    def oldest_first(self) -> bool:
+        """Whether the oldest run comes first. What a search finds is always shown newest first."""
+        return self.sort == "oldest" and not self.q
 
     def fixed(self) -> RunFilters:
         """The same runs at any later moment: since when, instead of for how long."""
@@ -88,6 +102,8 @@ def parse_filters(status: list[str], get: Callable[[str], str]) -> RunFilters:
         raise InvalidRequest(f"last must be one of {', '.join(SPANS)}")
     if texts["stalled"] not in ("", "1"):
         raise InvalidRequest("stalled must be 1, or left out")
+    if texts["sort"] not in ("", "oldest"):
+        raise InvalidRequest("sort must be oldest, or left out")
     for name in ("since", "until"):
         _parse_time(name, texts[name])
     if texts["parameter"]:

@@ -124,6 +124,13 @@ def range_of(wanted: Filter, before: str | None) -> IdRange:
     return IdRange(start=min(starts, default=None), stop=stop)
 
 
+def range_up(wanted: Filter, after: str | None) -> IdRange:
+    """As :func:`range_of`, upwards: the ids newer than ``after``."""
+    ids = range_of(wanted, None)
+    starts = [each for each in (after, ids.stop) if each is not None]
+    return IdRange(start=max(starts, default=None), stop=ids.start, down=False)
+
+
 def scan(conn: Connection, wanted: Filter, ids: IdRange, limit: int, text: str = "") -> SearchResult:
     """Up to ``limit`` runs in the range that match the filter, and the text where no index finds it.
 

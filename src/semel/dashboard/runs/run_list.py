@@ -56,7 +56,7 @@ async def _list_page(service: ServiceState, filters: RunFilters, caller: Princip
     """The page. Runs of a model are searched for by the store, if it has a short way to them."""
     wanted = service.engine.filter_of(caller.tenant, **filters.options(caller))
     known = None
-    if wanted.model is not None and filters.after is None and not filters.q:
+    if wanted.model is not None and filters.after is None and not filters.q and not filters.oldest_first:
         start = queries.range_of(wanted, filters.before).start
         known = await service.store.read(find, replace(wanted, real_time=True), start, PAGE_SIZE + 1)
     return await service.store.read(_read_page, filters, wanted, caller.visible_user, known)
@@ -75,13 +75,16 @@ def _read_page(
         found = queries.find_by_text(conn, wanted, filters.q, PAGE_SIZE)
         if found.ids:
             return _page_of(conn, found, wanted, user, older=False, newer=False)
-    if known is None:
+    if filters.oldest_first:
+        found = queries.scan(conn, wanted, queries.range_up(wanted, filters.before), PAGE_SIZE + 1)
+    elif known is None:
         found = queries.scan(conn, wanted, queries.range_of(wanted, filters.before), PAGE_SIZE + 1, filters.q)
     else:
         found = SearchResult(known)
     shown = SearchResult(found.ids[:PAGE_SIZE], found.reached)
-    newer = filters.before is not None and not filters.q
-    return _page_of(conn, shown, wanted, user, older=len(found.ids) > PAGE_SIZE, newer=newer)
+    newer = filters.before is not None and not filters.q and not filters.oldest_first
+    listed = _page_of(conn, shown, wanted, user, older=len(found.ids) > PAGE_SIZE, newer=newer)
+    return replace(listed, rows=listed.rows[::-1]) if filters.oldest_first else listed
 
 
 def _page_of(
@@ -111,7 +114,7 @@ async def show(request: AnyRequest, service: CurrentState, caller: CurrentPrinci
         spans=list(SPANS),
         models=[name for name in service.app.registry.names if not name.startswith(INTERNAL_PREFIX)],
         may_act=caller.may("submitter"),
-        first_page=filters.before is None and filters.after is None and not filters.q,
+        first_page=filters.before is None and filters.after is None and not filters.q and not filters.oldest_first,
     )
 
 
@@ -148,6 +151,8 @@ async def _updates(
         wanted = service.engine.filter_of(caller.tenant, **filters.options(caller)) if counts_newer else None
         with suppress(StoreUnavailable):  # a short outage ends no stream
             latest = await to_completion(service.store.read(_read_again, caller, ids, latest, wanted))
+            if filters.oldest_first:
+                latest = replace(latest, rows=(latest.rows or [])[::-1])
         data = {"rows": latest.rows or [], "newer_runs": latest.newer_runs, "filters": filters}
         changed = {
             "runs/rows.html": latest.rows != sent.rows,

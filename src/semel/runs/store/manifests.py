@@ -159,7 +159,7 @@ def _read(conn: Connection, which: ColumnElement[bool], model: str, *, newest: b
 
 
 _NOT_BEGUN = "the run has not begun"
-_NOT_RECORDED = "its worker recorded nothing: it is of a release before, or its database did not answer"
+_NOT_RECORDED = "its worker recorded nothing: it is from an earlier release, or its database did not answer"
 _LATE = "recorded after the attempt began, by the same worker: its database did not answer before"
 
 

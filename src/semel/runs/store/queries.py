@@ -643,8 +643,11 @@ def backlog(conn: Connection, context: StatementContext) -> Backlog:
 
 
 @hot
-def waiting(conn: Connection, run_id: str, context: StatementContext) -> Waiting | None:
-    """Why a run is pending, since when, and its place in the queue; None if it is not pending."""
+def waiting(conn: Connection, run_id: str, context: StatementContext, place: bool = True) -> Waiting | None:
+    """Why a run is pending, since when, and its place in the queue; None if it is not pending.
+
+    Without ``place``, the runs ahead are counted only if the reason names their number: the count reads all of them.
+    """
     now = read_clock(conn, context)
     row = conn.execute(select(runs).where(runs.c.id == run_id)).one_or_none()
     if row is None or row.status != "PENDING":
@@ -657,12 +660,11 @@ def waiting(conn: Connection, run_id: str, context: StatementContext) -> Waiting
         return Waiting(reason=reason, since_us=row.changed_us, place=None, due_us=row.due_us)
     if paused is not None:
         return Waiting(reason=paused, since_us=row.changed_us, place=None)
-    ahead = conn.scalar(select(func.count()).where(_before(row))) or 0
     serving = [each for each in list_workers(conn, context) if each.alive and row.queue in each.queues]
     able = [each for each in serving if each.slots.get(each.models.get(row.model, "")) and not each.draining]
-    return Waiting(
-        reason=_reason(row, serving, able, ahead), since_us=row.changed_us, place=ahead + 1, workers=len(able)
-    )
+    ahead = (conn.scalar(select(func.count()).where(_before(row))) or 0) if place or able else 0
+    reason = _reason(row, serving, able, ahead)
+    return Waiting(reason=reason, since_us=row.changed_us, place=ahead + 1 if place else None, workers=len(able))
 
 
 def _uploading(conn: Connection, run_id: str) -> str:
@@ -703,11 +705,12 @@ def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo],
             if known
             else f"no live worker of the queue {row.queue!r} knows the model {row.model!r}"
         )
-    before = "1 run is ahead" if ahead == 1 else f"{ahead} runs are ahead"
+    before = "it is next" if ahead == 0 else "1 run is ahead" if ahead == 1 else f"{ahead} runs are ahead"
     if all(each.free(row.model) <= 0 for each in able):
         slots = sum(each.slots[each.models[row.model]] for each in able)
-        return f"all {slots} slots of {len(able)} workers are busy; {before}"
-    return before if ahead else "it is next"
+        workers = "1 worker" if len(able) == 1 else f"{len(able)} workers"
+        return f"all slots are busy ({slots} on {workers}); {before}"
+    return before
 
 
 def list_workers(conn: Connection, context: StatementContext) -> list[WorkerInfo]:
