@@ -85,6 +85,8 @@ def list_failures(
     Those of a model or a user are searched among the ``MAX_LOOKED_AT`` latest. Their models are looked up by id: to
     join the two tables, PostgreSQL would read all runs of the model.
     """
+    if not limit:
+        return []
     looked_at = limit if not model and user is None else MAX_LOOKED_AT
     latest = _latest(conn, tenant, attempts.c.status == literal("FAILED", literal_execute=True), looked_at)
     if retried:

@@ -123,11 +123,13 @@ def read_model(conn: Connection, tenant: str, model: str, since_us: int, terms: 
     paused = next((each for each in pauses.list_pauses(conn) if (each.kind, each.name) == ("model", model)), None)
     if paused is not None and tenant != MAIN:  # who paused it is the main tenant's business
         paused = replace(paused, by="")
+    summary = next((each for each in queries.summary(conn, tenant, grouped=False) if each.model == model), None)
+    failed = 0 if summary is None else summary.counts.get("FAILED", 0)  # nothing is searched for that is not there
     return ModelReading(
-        summary=next((each for each in queries.summary(conn, tenant, grouped=False) if each.model == model), None),
+        summary=summary,
         hours=queries.model_hours(conn, tenant, model, since_us),
         newest=queries.list_runs(conn, wanted, NEWEST, None, max_bytes=MAX_BYTES).runs,
-        failures=list_failures(conn, tenant, SHOWN, model=model),
+        failures=list_failures(conn, tenant, min(SHOWN, failed), model=model),
         pause=paused,
         workers=[each for each in queries.list_workers(conn, terms) if each.alive and model in each.models],
     )

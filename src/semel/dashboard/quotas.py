@@ -25,7 +25,8 @@ from semel.service.auth.middleware import Principal, requires
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
 PATH = "/ui/quotas"
-MAX_ROWS = 100
+MAX_USERS = 50
+MAX_RESERVATIONS = 100
 """Users, and reservations, on one page."""
 RECENT_RUNS = 10_000
 """The newest runs of the last day, whose users are listed."""
@@ -196,7 +197,7 @@ async def show(
 
 async def _list_page(request: AnyRequest, service: ServiceState, caller: Principal, tenant: str) -> Response[Any]:
     async with service.slow_query_lock:
-        usages = await service.store.read(list_usage, tenant, MAX_ROWS, service.store.statement_context)
+        usages = await service.store.read(list_usage, tenant, MAX_USERS, service.store.statement_context)
     rows = [(each, bars_of(each.quota, each.used)) for each in usages]
     rows.sort(key=lambda row: _busiest_first(*row))
     default = await _standing(service, caller, tenant, EVERYBODY)
@@ -209,7 +210,7 @@ async def _list_page(request: AnyRequest, service: ServiceState, caller: Princip
         tenant=_other_tenant(caller, tenant),
         chooses_tenant=manages_all_tenants(caller),
         rows=rows,
-        max_rows=MAX_ROWS,
+        max_rows=MAX_USERS,
         default=[bar for bar in bars_of(default.quota, default.usage) if bar.limit is not None],
         has_default=default.quota is not None,
         action="" if default.quota is None else default.quota.action,
@@ -298,7 +299,7 @@ async def _standing(service: ServiceState, caller: Principal, tenant: str, user:
 
 async def _reservations(service: ServiceState, caller: Principal, tenant: str, user: str | None) -> ReservationPage:
     held: ReservationPage = await api.list_reservations.fn(
-        service=service, caller=caller, tenant=tenant, user=user, limit=MAX_ROWS, after=None
+        service=service, caller=caller, tenant=tenant, user=user, limit=MAX_RESERVATIONS, after=None
     )
     return held
 
