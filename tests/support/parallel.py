@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 
 NUMBER = struct.Struct("<I")
-LARGEST_SHARE = 60
+LARGEST_SHARE = 40
 """Tests of one module that a process takes at a time."""
 
 
@@ -46,8 +46,9 @@ class Parallel:
         return True
 
     def _shares(self, items: dict[int, pytest.Item]) -> Iterator[list[int]]:
-        """The numbers of the tests as they are handed out: first the long ones, then by module, the small ones last.
+        """The numbers of the tests as they are handed out: first the long ones, then by module.
 
+        Modules with few tests come first: their tests take longer than those of one with hundreds, which fill the end.
         The long ones of one folder, such as those that start many processes, are spread among those of the others.
         """
         rooms = [[n for n, item in items.items() if room in item.path.parents] for room in self._alone]
@@ -55,7 +56,7 @@ class Parallel:
         yield from ([number] for _, number in alone)
         others = items.keys() - {number for _, number in alone}
         modules = [[*numbers] for _, numbers in groupby(sorted(others), lambda number: items[number].path)]
-        for module in sorted(modules, key=len, reverse=True):
+        for module in sorted(modules, key=len):
             numbers = iter(module)
             while share := [*islice(numbers, LARGEST_SHARE)]:
                 yield share
