@@ -611,13 +611,13 @@ def test_when_a_worker_is_killed_another_recovers_its_runs(harness: RunsHarness)
 
 
 def test_a_worker_keeps_a_short_lease_under_the_eyes_of_a_sweeper(harness: RunsHarness) -> None:
-    app = harness.open(models={"lease": 4})
+    app = harness.open(models={"lease": 6})
     folder = harness.place("short")
     run = app.submit("await_politely", {"folder": folder})
     with harness.working(app, sweep_every=0.05):
         eventually(lambda: effects(folder), "the start")
         began = time.time()
-        eventually(lambda: time.time() > began + 9, "two leases")
+        eventually(lambda: time.time() > began + 13, "two leases")
         touch(folder)
         ended = app.wait(run.id, timeout=PATIENCE)
     assert (ended.status, ended.attempts, ended.losts) == ("SUCCEEDED", 1, 0)
