@@ -22,8 +22,10 @@ from semel.runs.store.queries import CLOCK_SKEW_US, STALLED, Filter, has_status
 from semel.runs.store.run_keys import RUN, in_scope_of
 from semel.runs.types import MICRO, STATUSES, TERMINAL, LogLine, Run, Status, Step, checked_id, id_at
 
-SCAN_SECONDS = 0.25
-"""Seconds after which a scan returns what it has found so far."""
+SCAN_SECONDS = 0.08
+"""Seconds after which the scan of a first page returns what it has found so far: the page must be there soon."""
+FURTHER = 10
+"""Times as long may a scan take that somebody continues."""
 FIRST_WINDOW = 300
 LARGEST_WINDOW = 20_000
 """Rows scanned between two checks of the time: few at first, because most pages are full at once."""
@@ -131,12 +133,14 @@ def range_up(wanted: Filter, after: str | None) -> IdRange:
     return IdRange(start=max(starts, default=None), stop=ids.start, down=False)
 
 
-def scan(conn: Connection, wanted: Filter, ids: IdRange, limit: int, text: str = "") -> SearchResult:
+def scan(
+    conn: Connection, wanted: Filter, ids: IdRange, limit: int, text: str = "", *, patience: int = 1
+) -> SearchResult:
     """Up to ``limit`` runs in the range that match the filter, and the text where no index finds it.
 
     Each status is scanned separately, because the index begins with it.
     """
-    deadline = time.monotonic() + SCAN_SECONDS
+    deadline = time.monotonic() + SCAN_SECONDS * patience
     statuses: list[str | None] = [None]
     if wanted.status is not None and set(wanted.status) != set(STATUSES):
         statuses = [*dict.fromkeys(wanted.status)]

@@ -75,10 +75,12 @@ def _read_page(
         found = queries.find_by_text(conn, wanted, filters.q, PAGE_SIZE)
         if found.ids:
             return _page_of(conn, found, wanted, user, older=False, newer=False)
+    patience = 1 if filters.before is None else queries.FURTHER
     if filters.oldest_first:
-        found = queries.scan(conn, wanted, queries.range_up(wanted, filters.before), PAGE_SIZE + 1)
+        found = queries.scan(conn, wanted, queries.range_up(wanted, filters.before), PAGE_SIZE + 1, patience=patience)
     elif known is None:
-        found = queries.scan(conn, wanted, queries.range_of(wanted, filters.before), PAGE_SIZE + 1, filters.q)
+        ids = queries.range_of(wanted, filters.before)
+        found = queries.scan(conn, wanted, ids, PAGE_SIZE + 1, filters.q, patience=patience)
     else:
         found = SearchResult(known)
     shown = SearchResult(found.ids[:PAGE_SIZE], found.reached)
