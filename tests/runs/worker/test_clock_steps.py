@@ -83,6 +83,14 @@ def test_what_is_due_at_once_is_leased_and_told_of_at_once(harness: RunsHarness)
     assert again.id == run.id
 
 
+def test_a_run_that_is_submitted_while_the_sweeper_looks_is_left_to_its_submitter(harness: RunsHarness) -> None:
+    """The sweeper has read the clock before the run is stored, and finds it afterwards."""
+    hand = harness.hand()
+    harness.timeless.submit("add", {"a": 1, "b": 2})
+    harness.clock.advance(-0.5)
+    assert hand.do(hand.ledger.read(lease.due, 30, 10, hand.ledger.statement_context)) == []
+
+
 def test_a_scheduled_run_is_told_of_as_soon_as_it_is_due(harness: RunsHarness) -> None:
     """Its submitter never told of it, so nobody waits for that."""
     hand = harness.hand()

@@ -335,18 +335,24 @@ class PendingRun(Struct, frozen=True):
         return (self.id, self.version)
 
 
+PUT_BACK_US = 5 * MICRO
+"""How far a clock must be put back to be noticed: less is over soon, and may be a run that is being submitted."""
+
+
 @hot
 def due(conn: Connection, silent: float, most: int, context: StatementContext) -> list[PendingRun]:
     """Runs, with their queues, that are due and that perhaps were not announced.
 
     The submitter announces a run that is due at once: it is listed only after it has waited ``silent`` seconds. The
     service's own work is left out: its servers poll for it. So is what is paused: it is listed when it is resumed.
+
+    A run that became due later than now was submitted after the clock was read, or else the clock was put back since.
     """
     now = read_clock(conn, context)
     silent_us = round(silent * MICRO)
     at_once = and_(active.c.step.is_(None), active.c.due_us <= active.c.since_us)
     submitter_us = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
-    put_back = and_(active.c.ready, active.c.due_us > now)  # the clock was put back since it was due
+    put_back = and_(active.c.ready, active.c.due_us > now + PUT_BACK_US)
     waited = or_(active.c.due_us <= literal(now, BigInteger) - submitter_us, put_back)
     query = select(active.c.id, active.c.queue, active.c.version).where(active.c.lease_until_us.is_(None), waited)
     query = query.where(active.c.queue != INTERNAL_QUEUE, runs_go_on())
