@@ -43,11 +43,15 @@ class Auditor:
     def semel(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         own = {"SEMEL_DB": self.project.url, "SEMEL_ARTIFACTS": str(self.project.artifacts)}
         if self.key.exists():
-            own |= {"SEMEL_SEAL_KEY": str(self.key), "SEMEL_SEAL_HEADS": str(self.heads)}
+            own |= self.settings()
         command = [sys.executable, "-m", "semel.cli", *arguments]
         return subprocess.run(
             command, env=os.environ | own, cwd=self.project.folder, capture_output=True, text=True, check=False
         )
+
+    def settings(self) -> dict[str, str]:
+        """What every process needs that may seal."""
+        return {"SEMEL_SEAL_KEY": str(self.key), "SEMEL_SEAL_HEADS": str(self.heads)}
 
     def sweep(self) -> None:
         done = self.semel("sweep", "forecasts:app", "--once")
@@ -84,7 +88,7 @@ def auditor(database: TestDatabase, tmp_path: Path) -> Iterator[Auditor]:
 
 def test_b11_a_third_party_verifies_an_export_and_finds_what_was_changed(auditor: Auditor) -> None:
     project = auditor.project
-    with project.worker():
+    with project.worker(**auditor.settings()):
         runs = [project.run("forecast_async") for _ in range(3)]
     auditor.sweep()
     head = auditor.semel("audit", "head").stdout.strip()
@@ -116,7 +120,7 @@ def test_b11_a_third_party_verifies_an_export_and_finds_what_was_changed(auditor
 
 def test_b11_seals_say_what_retention_removed(auditor: Auditor) -> None:
     project = auditor.project
-    with project.worker():
+    with project.worker(**auditor.settings()):
         project.run("forecast_async")
     auditor.sweep()
     with closing(semel.App(project.url, artifacts=project.artifacts)) as app:
