@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +78,7 @@ class WsgiSite:
 
 
 SITES: dict[str, type[AsgiSite | WsgiSite]] = {"asgi": AsgiSite, "wsgi": WsgiSite}
-_kept: dict[tuple[int, str, str], AsgiSite | WsgiSite] = {}
+_kept: dict[tuple[str, str], AsgiSite | WsgiSite] = {}
 
 
 def work(place: Place | None) -> bytes:
@@ -93,11 +92,11 @@ def work(place: Place | None) -> bytes:
 @contextmanager
 def kept_open(protocol: str, url: str) -> Iterator[None]:
     """Keep one site open for all tries of this process."""
-    site = _kept[os.getpid(), protocol, url] = SITES[protocol](url)
+    site = _kept[protocol, url] = SITES[protocol](url)
     try:
         yield
     finally:
-        del _kept[os.getpid(), protocol, url]
+        del _kept[protocol, url]
         site.close()
 
 
@@ -110,10 +109,10 @@ class KeyedPost:
     def prepare(self, place: Place) -> None: ...
 
     def warm_up(self, place: Place) -> None:
-        _kept[os.getpid(), self.protocol, place.url] = SITES[self.protocol](place.url)
+        _kept[self.protocol, place.url] = SITES[self.protocol](place.url)
 
     def _post(self, place: Place, later: float = 0.0) -> tuple[int, bytes, bool]:
-        site = _kept[os.getpid(), self.protocol, place.url]
+        site = _kept[self.protocol, place.url]
         site.place, site.clock.us = place, place.later(later).us
         response = site.post(place.name)
         return response.status_code, response.content, "idempotent-replayed" in response.headers

@@ -1,7 +1,6 @@
 """What a process does with keys, and what must hold whenever it dies."""
 
 import asyncio
-import os
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ RETAKE = Policy(lease=LEASE, ttl=TTL, in_flight="conflict")
 UNKNOWN = RETAKE.but(on_crash="unknown")
 
 
-_kept: dict[tuple[int, str], tuple[Once, FakeClock]] = {}
+_kept: dict[str, tuple[Once, FakeClock]] = {}
 
 
 @contextmanager
@@ -46,17 +45,17 @@ def kept_open(url: str) -> Iterator[None]:
     """Keep one Once open for all tries of this process: to open one takes longer than to use it."""
     clock = FakeClock()
     with Once(url, clock=clock, policy=RETAKE, collect=False, retry_for=PATIENCE) as once:
-        _kept[os.getpid(), url] = once, clock
+        _kept[url] = once, clock
         try:
             yield
         finally:
-            del _kept[os.getpid(), url]
+            del _kept[url]
 
 
 @contextmanager
 def opened(place: Place, later: float = 0.0) -> Iterator[Once]:
     """The keys of the try, with its clock, or a later one."""
-    kept, clock = _kept.get((os.getpid(), place.url), (None, place.clock))
+    kept, clock = _kept.get(place.url, (None, place.clock))
     clock.us = place.later(later).us
     if kept is not None:
         yield kept
@@ -76,10 +75,14 @@ class Unconnected:
 class Connected:
     """An operation of a process that is connected already."""
 
+    survives_forks = True
+
     def warm_up(self, place: Place) -> None:
-        clock = FakeClock()
-        once = Once(place.url, clock=clock, policy=RETAKE, collect=False, retry_for=PATIENCE)
-        _kept[os.getpid(), place.url] = once, clock
+        if place.url not in _kept:
+            clock = FakeClock()
+            once = Once(place.url, clock=clock, policy=RETAKE, collect=False, retry_for=PATIENCE)
+            _kept[place.url] = once, clock
+        once, _ = _kept[place.url]
         once.claim("warm", scope="warm")  # a script of Redis is loaded by its first use
 
     def prepare(self, place: Place) -> Any: ...

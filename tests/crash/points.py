@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from crash.statements import count_statements
-from crash.wire import FAULTS, Fault, FaultKind, FaultProxy, fault_proxy
+from crash.wire import FAULTS, NEVER, Fault, FaultKind, FaultProxy, fault_proxy
 from semel.errors import SemelError
 from semel.testing import FakeClock
 from support.long_lived import collect_seldom
@@ -89,7 +89,11 @@ class Operation(Protocol):
         """Make what the operation needs; returns what ``act`` and ``check`` are given."""
 
     def warm_up(self, place: Place) -> None:
-        """Connect, before the statements are counted; an operation may leave it to ``act``."""
+        """Connect, before the statements are counted; an operation may leave it to ``act``.
+
+        If the operation ``survives_forks``, a process does all of it once, without a fault, and those that meet the
+        faults are forked from that one: what it has built and compiled need not be built again. It has no event loop.
+        """
 
     def act(self, place: Place, given: Any) -> Any:
         """The operation."""
@@ -124,6 +128,10 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
     """Try the operation once for each point; returns what was tried."""
     tried = Tried()
     with Bench(kind, url) as bench:
+        if getattr(operation, "survives_forks", False):
+            place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6), url)
+            given = operation.prepare(place)
+            operation.check(place, given, bench.rehearse(operation, place, given))
         for fault in bench.faults(operation):
             place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6), url)
             given = operation.prepare(place)
@@ -170,6 +178,7 @@ class Bench:
         if os.getpid() not in _forkers:  # the same one for all tests of this process, for its imports
             _forkers[os.getpid()] = Forker()
         self._pipe = _forkers[os.getpid()].pipe
+        self._rehearsed = False
         self.happened = False
         self.settled = True
 
@@ -180,6 +189,9 @@ class Bench:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:  # a process may still be at work
             _forkers.pop(os.getpid()).end()
+        elif self._rehearsed:
+            self._pipe.send(None)
+            assert self._received() == 0, "the process that was forked from has died"
         self._through_proxy.__exit__(None, None, None)
 
     def faults(self, operation: Operation) -> Iterator[Fault]:
@@ -225,31 +237,41 @@ class Bench:
             begins = settled
         raise AssertionError(f"the operation has not ended after {MOST_STATEMENTS} statements")
 
+    def rehearse(self, operation: Operation, place: Place, given: Any) -> Ended:
+        """Run the operation without a fault; the process stays, and those of the next runs are forked from it."""
+        ended = self._run(None, operation, place, given)
+        self._rehearsed = True
+        return ended
+
     def run(self, fault: Fault, operation: Operation, place: Place, given: Any) -> Ended:
         """Run the operation; ``happened`` tells afterwards whether the fault's statement was reached.
 
         If a reply was lost, ``settled`` tells whether no transaction was open after the statement.
         """
+        return self._run(fault, operation, place, given)
+
+    def _run(self, fault: Fault | None, operation: Operation, place: Place, given: Any) -> Ended:
         proxy = self._proxy
-        self._pipe.send((fault if proxy is None else None, operation, place.at(proxy.url) if proxy else place, given))
+        self._pipe.send(Job(fault, operation, place.at(proxy.url) if proxy else place, given))
         pid = self._received()
         assert self._received() == "warm"
         if proxy is not None:
-            proxy.arm(fault, lambda: os.kill(pid, signal.SIGKILL))
+            proxy.arm(fault or NEVER, lambda: os.kill(pid, signal.SIGKILL))
         self._pipe.send("begin")
-        ended = self._ended()
+        ended = self._ended(stays=fault is None)
         if proxy is not None:
             self.happened, self.settled = proxy.happened, proxy.settled
             proxy.disconnect()
         return ended
 
-    def _ended(self) -> Ended:
+    def _ended(self, *, stays: bool) -> Ended:
         message = self._received()
         if isinstance(message, int):
             assert message == -signal.SIGKILL, f"the process ended with {message}"
             self.happened = True
             return Ended("killed")
-        self._received()
+        if not stays:
+            self._received()
         self.happened, self.settled, ended, failure = message
         if failure is not None:
             raise failure
@@ -261,19 +283,27 @@ class Bench:
         return self._pipe.recv()
 
 
+class Job(NamedTuple):
+    """What a forked process does."""
+
+    fault: Fault | None
+    """None for a rehearsal, from whose process others are forked afterwards."""
+    operation: Operation
+    place: Place
+    given: Any
+
+
 def _fork_processes(pipe: Connection) -> None:
-    """Fork a process for each operation that is received, and report its id and its end."""
+    """Fork a process for each job that is received, and report its id and its end."""
     collect_seldom()
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            return
+    while (job := _job(pipe)) is not None:
         gate, opener = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.read(gate, 1)  # the parent is told the process's id first
-            _act(pipe, *job)
+            _act(pipe, job)
+            if job.fault is None:
+                _fork_processes(pipe)
             os._exit(0)
         pipe.send(pid)
         os.write(opener, b"1")
@@ -282,14 +312,23 @@ def _fork_processes(pipe: Connection) -> None:
         pipe.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def _act(pipe: Connection, fault: Fault | None, operation: Operation, place: Place, given: Any) -> None:
-    counter = None if fault is None else count_statements(fault)
-    operation.warm_up(place)
+def _job(pipe: Connection) -> Job | None:
+    try:
+        job: Job | None = pipe.recv()
+    except EOFError:
+        return None
+    return job
+
+
+def _act(pipe: Connection, job: Job) -> None:
+    on_file = job.place.kind == "sqlite" and job.fault is not None
+    counter = count_statements(job.fault) if on_file else None
+    job.operation.warm_up(job.place)
     pipe.send("warm")
     pipe.recv()
     if counter is not None:
         counter.counts = True
-    ended = _ended(operation, place, given)
+    ended = _ended(job.operation, job.place, job.given)
     pipe.send((*((counter.happened, counter.settled) if counter is not None else (False, True)), *ended))
 
 

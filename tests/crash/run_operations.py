@@ -1,7 +1,6 @@
 """What a process does with runs and quotas, and what must hold whenever it dies."""
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,25 +29,25 @@ COST = 1.5
 DAY = 86400
 
 
-_kept: dict[tuple[int, str], TestDatabase] = {}
+_kept: dict[str, TestDatabase] = {}
 
 
 @contextmanager
 def kept_open(kind: str, url: str) -> Iterator[None]:
     """Keep one database open for all tries of this process: to open one takes longer than to use it."""
     with ExitStack() as stack:
-        _kept[os.getpid(), url] = TestDatabase(kind, url, stack)
+        _kept[url] = TestDatabase(kind, url, stack)
         try:
             yield
         finally:
-            del _kept[os.getpid(), url]
+            del _kept[url]
 
 
 @contextmanager
 def opened(place: Place, later: float = 0.0) -> Iterator[TestDatabase]:
     """The database of the try, with its clock, or a later one."""
     with ExitStack() as stack:
-        database = _kept.get((os.getpid(), place.url)) or TestDatabase(place.kind, place.url, stack)
+        database = _kept.get(place.url) or TestDatabase(place.kind, place.url, stack)
         database.clock.us = place.later(later).us
         yield database
 
@@ -56,10 +55,12 @@ def opened(place: Place, later: float = 0.0) -> Iterator[TestDatabase]:
 class Connected:
     """An operation of a process that is connected already."""
 
+    survives_forks = True
+
     def warm_up(self, place: Place) -> None:
-        database = TestDatabase(place.kind, place.url, ExitStack())
-        _kept[os.getpid(), place.url] = database
-        self._connect(database)
+        if place.url not in _kept:
+            _kept[place.url] = TestDatabase(place.kind, place.url, ExitStack())
+        self._connect(_kept[place.url])
 
     def _connect(self, database: TestDatabase) -> None:
         database.app.usage("nobody")
@@ -116,6 +117,8 @@ class Submit(Connected):
 
 class FirstSubmit(Submit):
     """The first submission of a process, which also connects."""
+
+    survives_forks = False
 
     def warm_up(self, place: Place) -> None: ...
 

@@ -30,6 +30,10 @@ class Fault(NamedTuple):
         return f"the process {self.kind} statement {self.number}"
 
 
+NEVER = Fault("dies before", 0)
+"""No statement has this number."""
+
+
 class Messages(Protocol):
     """Cuts the two streams of a connection into messages."""
 
@@ -143,7 +147,7 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._links: list[Link] = []
         self._kill: Callable[[], None] = lambda: None
-        self._fault = Fault("dies before", 0)
+        self._fault = NEVER
         self._count = 0
         self.happened = False
         self.settled = True
