@@ -68,6 +68,18 @@ def pytest_collection_finish() -> None:
     collect_seldom()
 
 
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Fail a test that changes a variable of ours for those after it, which would use its database."""
+    before = _own_environment()
+    yield
+    assert _own_environment() == before, "the test has changed the environment of the tests after it"
+
+
+def _own_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("SEMEL_", "AWS_"))}
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[servers.Postgres]:
     with servers.postgres() as server:

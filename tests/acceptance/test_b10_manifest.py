@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import random
 import signal
 import sys
@@ -241,7 +240,7 @@ def test_b10_a_slow_program_is_ended(project: Project, monkeypatch: pytest.Monke
 
 
 def test_b10_changed_files_are_noticed_and_looked_at_seldom(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = collecting_model(project)
+    model = collecting_model(project, monkeypatch)
     looks: list[object] = []
     look = collecting._stamp
     monkeypatch.setattr(collecting, "_stamp", lambda models: looks.append(None) or look(models))
@@ -260,9 +259,10 @@ def test_b10_changed_files_are_noticed_and_looked_at_seldom(project: Project, mo
     assert "RATE = 30" in json.loads(second.code.body)["repositories"]["project"]["patch"]
 
 
-def collecting_model(project: Project) -> collecting.Model:
+def collecting_model(project: Project, monkeypatch: pytest.MonkeyPatch) -> collecting.Model:
     """The project's model, imported here."""
-    os.environ |= {"SEMEL_DB": project.url, "SEMEL_ARTIFACTS": str(project.artifacts)}
+    monkeypatch.setenv("SEMEL_DB", project.url)
+    monkeypatch.setenv("SEMEL_ARTIFACTS", str(project.artifacts))
     spec = importlib.util.spec_from_file_location(f"forecasts_{id(project)}", project.module)
     assert spec is not None
     assert spec.loader is not None
