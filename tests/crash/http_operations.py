@@ -11,7 +11,7 @@ import httpx
 
 from crash.key_operations import LEASE, TTL
 from crash.points import Ended, Place
-from semel import AsyncOnce, Once, Policy, current_claim
+from semel import AsyncOnce, Once, Policy, StoreUnavailable, current_claim
 from semel.http import asgi, wsgi
 from semel.testing import FakeClock
 
@@ -118,7 +118,10 @@ class KeyedPost:
         return response.status_code, response.content, "idempotent-replayed" in response.headers
 
     def act(self, place: Place, given: None) -> Any:
-        return self._post(place)
+        answer = self._post(place)
+        if answer[0] == 503:
+            raise StoreUnavailable(answer[1].decode())
+        return answer
 
     def check(self, place: Place, given: None, ended: Ended) -> None:
         before = place.effects
@@ -130,7 +133,6 @@ class KeyedPost:
         fences = [int(fence) for fence in place.effects]
         assert fences == sorted(set(fences)), "a fence was granted twice, or a lower one later"
         assert json.loads(body) == {"fence": fences[-1]}
-        if ended.how == "returned" and ended.value[0] == 201:
+        if ended.how == "returned":
+            assert ended.value[0] == 201, ended.value
             assert (body, replayed) == (ended.value[1], True), "an acknowledged response was forgotten"
-        elif ended.how == "returned":
-            assert ended.value[0] == 503, ended.value

@@ -343,6 +343,8 @@ class CheckAndMark(Connected):
 class InTransaction(Connected):
     """A call whose completion is part of the user's own transaction: both are there, or neither."""
 
+    survives_forks = False
+    """The user's own connections do not."""
     survives_lost_replies = False
     """The user's transaction is the user's to repeat."""
 

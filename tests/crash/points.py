@@ -92,7 +92,8 @@ class Operation(Protocol):
         """Connect, before the statements are counted; an operation may leave it to ``act``.
 
         If the operation ``survives_forks``, a process does all of it once, without a fault, and those that meet the
-        faults are forked from that one: what it has built and compiled need not be built again. It has no event loop.
+        faults are forked from that one: what it has built and compiled need not be built again. It has no event loop,
+        and no connections but semel's own.
         """
 
     def act(self, place: Place, given: Any) -> Any:
@@ -131,7 +132,9 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
         if getattr(operation, "survives_forks", False):
             place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6), url)
             given = operation.prepare(place)
-            operation.check(place, given, bench.rehearse(operation, place, given))
+            rehearsed = bench.rehearse(operation, place, given)
+            _require_answer(rehearsed)
+            operation.check(place, given, rehearsed)
         for fault in bench.faults(operation):
             place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6), url)
             given = operation.prepare(place)
@@ -141,7 +144,9 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
                 if bench.happened:
                     tried.points[fault.kind] += 1
                     tried.ends[ended.how] += 1
-                if fault.kind == FAULTS[2] and kind != "sqlite" and getattr(operation, "survives_lost_replies", True):
+                if not bench.happened:
+                    _require_answer(ended)
+                if fault.kind == FAULTS[2] and getattr(operation, "survives_lost_replies", True):
                     assert ended.how == "returned", "the caller was not spared a single lost reply"
                 operation.check(place, given, ended)
             except BaseException as error:
@@ -150,6 +155,12 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
     kinds = FAULTS if tries_all() else getattr(operation, "kinds", FAULTS)
     assert set(tried.points) == set(kinds), f"a kind of fault never happened: {tried}"
     return tried
+
+
+def _require_answer(ended: Ended) -> None:
+    """Whoever meets no fault gets an answer; what goes on in the background answers whether it was done in time."""
+    assert ended.how == "returned", "refused without a fault"
+    assert ended.value is not False, "not done, without a fault"
 
 
 class Forker:

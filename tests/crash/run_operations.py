@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from crash.key_operations import read_rows
 from crash.ledger import Ledger
 from crash.points import Ended, Place
 from crash.wire import FAULTS
@@ -17,11 +18,11 @@ from semel._concurrency.sync import run_sync
 from semel.audit import key_of, verify
 from semel.runs.actions import BATCH
 from semel.runs.manifest import Parts, make_part
-from semel.runs.store import manifests, partitions, seals
+from semel.runs.store import manifests, partitions, seals, transitions
 from semel.runs.store.lease import Leased
-from semel.runs.types import MICRO, ActionKind, EndKind, RunAction
+from semel.runs.types import INTERNAL_QUEUE, MICRO, ActionKind, EndKind, RunAction
 from semel.runs.worker.sweeper import sweep_until_signalled
-from support.databases import LEASE, MISCOUNTED, TestDatabase
+from support.databases import LEASE, MISCOUNTED, TestDatabase, held
 from support.waiting import eventually
 
 CRASH = Actor(user="crash")
@@ -112,7 +113,29 @@ class Submit(Connected):
         assert len(after.keys) == 1
         if given:
             assert [each.job_id for each in after.reservations] == [run.id]
+        self._check_run(place, run)
         go_on(place)
+
+    def _check_run(self, place: Place, run: Run) -> None: ...
+
+
+class SubmitData(Submit):
+    """``submit`` of a job with data: the run waits for the run that uploads it, or nothing is there."""
+
+    def _submit(self, database: TestDatabase, place: Place, given: str | None) -> Run:
+        return held(database, user=place.name, idempotency_key="key", cost=COST)
+
+    def _check_run(self, place: Place, run: Run) -> None:
+        rows = read_rows(
+            place,
+            "SELECT j.run_id, j.data_state, u.queue FROM semel_jobs AS j JOIN semel_active AS u ON u.id = j.upload_id"
+            " WHERE j.user_id = :user",
+            {"user": place.name},
+        )
+        assert [(str(row.run_id), row.data_state, row.queue) for row in rows] == [(run.id, "uploading", INTERNAL_QUEUE)]
+        with opened(place) as database:
+            assert database.lease() == [], "the run was leased without its data"
+            assert database.do(transitions.release, run.id, "data/1") == "default"
 
 
 class FirstSubmit(Submit):

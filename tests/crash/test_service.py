@@ -9,7 +9,7 @@ import pytest
 from crash import http_operations
 from crash.points import Operation, Report, try_every_point
 from crash.run_operations import kept_open
-from crash.service_operations import Deliver, Predict, QuickCloud, SubmitJob, Upload, Work
+from crash.service_operations import Deliver, DeliverInTurn, Predict, QuickCloud, SubmitJob, Upload, Work
 from semel._concurrency.sync import run_sync
 from semel.service.webhooks import subscriptions
 from support.databases import SHARED_KINDS, StoreUrls, TestDatabase
@@ -45,6 +45,13 @@ def test_no_event_is_lost_if_the_server_that_delivers_it_dies_at_any_statement(
 ) -> None:
     with receiving() as receiver, subscribed(database, receiver.url):
         crash(Deliver(lambda: receiver.received), database, tmp_path, report)
+
+
+def test_no_event_is_lost_if_the_process_dies_between_its_lease_and_the_note_that_it_was_sent(
+    database: TestDatabase, tmp_path: Path, report: Report
+) -> None:
+    with subscribed(database, "http://127.0.0.1:9"):
+        crash(DeliverInTurn(), database, tmp_path, report)
 
 
 def test_one_prediction_is_made_if_the_server_that_asks_for_it_dies_at_any_statement(

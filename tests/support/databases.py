@@ -255,13 +255,13 @@ def remove_run(conn: Connection, run_id: str) -> None:
     conn.execute(delete(submitted).where(submitted.c.id == run_id))
 
 
-def held(database: TestDatabase, data: str | None = "/data") -> Run:
+def held(database: TestDatabase, data: str | None = "/data", **more: Any) -> Run:
     """A job whose run cannot be leased until its data is uploaded, by a run of the service's own."""
     app = database.app
     if "semel.upload" not in app.registry.names:
         app.registry.add(make_model("semel.upload", _upload, isolation="thread", queue=INTERNAL_QUEUE))
     job = JobDetails(provider="local", config="config", data=data, upload_model="semel.upload")
-    options = SubmitOptions(user=42, dedupe=False)
+    options = SubmitOptions(**{"user": 42, "dedupe": False, **more})
     return run_sync(app._engine.submit_run("train", {}, options, job=job))
 
 
