@@ -199,6 +199,17 @@ def test_a_page_that_is_bounded_in_bytes_has_no_more_runs_than_asked_for(databas
 # -- versions and logs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("wanted", "left"), [(Filter(status=["PENDING"]), [2, 1]), (Filter(worker="worker-1"), [0])])
+def test_a_run_whose_state_changes_while_it_is_listed_is_left_out(
+    database: TestDatabase, wanted: Filter, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its id is found first, and then the run is read: between the two it may begin or end."""
+    ids = [database.app.submit("train", {"number": number}).id for number in range(3)]
+    database.lease()
+    monkeypatch.setattr(queries, "_find", lambda *_: ids[::-1])
+    assert [run.id for run in database.ask(queries.list_runs, wanted, 3, None).runs] == [ids[place] for place in left]
+
+
 def test_versions_are_those_of_the_runs_with_the_last_line_of_each_log(databases: Databases) -> None:
     with databases.empty("postgres") as database:
         silent, logged, other = (database.submit() for _ in range(3))

@@ -73,6 +73,23 @@ def test_a_key_and_a_payload_find_no_run_of_another_tenant_or_user(
     assert (again.id, again.replayed, again.tenant) == (foreign.id, True, other.get("tenant", ""))
 
 
+@pytest.mark.parametrize("how", [{"idempotency_key": "k"}, {}], ids=str)
+def test_submissions_of_one_batch_with_equal_keys_are_one_run_for_each_tenant_and_user(
+    database: TestDatabase, how: dict[str, str]
+) -> None:
+    asked = {"model": "train", "parameters": {"number": 1}, **how}
+    owners: list[dict[str, Any]] = [{"user": 42}, {"user": 43}, {"user": 42, "tenant": "acme"}]
+    made = database.app.submit_many([{**asked, **owner} for owner in (*owners, *owners)])
+    ids = [each.id for each in made if isinstance(each, Run)]
+    assert len(set(ids[:3])) == 3
+    assert ids[3:] == ids[:3]
+    assert [(each.user, each.tenant) for each in made if isinstance(each, Run)][:3] == [
+        ("42", ""),
+        ("43", ""),
+        ("42", "acme"),
+    ]
+
+
 # -- on one kind of database: the statements are the other's too -------------------------------------------------------
 
 
