@@ -22,7 +22,7 @@ def test_b24_a_guarded_call_outlives_a_death_and_a_lost_reply_at_every_statement
     kind: str, urls: StoreUrls, tmp_path: Path
 ) -> None:
     with keys_kept_open(urls[kind]):
-        tried = try_every_point(GuardedCall(RETAKE), kind, urls[kind], tmp_path)
+        tried = try_every_point(GuardedCall(RETAKE), kind, urls[kind], tmp_path, each=True)
     assert tried.points.keys() == set(FAULTS)
 
 
@@ -30,7 +30,7 @@ def test_b24_a_run_outlives_a_death_and_a_lost_reply_at_every_statement_of_its_e
     database: TestDatabase, tmp_path: Path
 ) -> None:
     with runs_kept_open(database.kind, database.url):
-        tried = try_every_point(Finish("succeeded", "SUCCEEDED"), database.kind, database.url, tmp_path)
+        tried = try_every_point(Finish("succeeded", "SUCCEEDED"), database.kind, database.url, tmp_path, each=True)
     assert tried.points.keys() == set(FAULTS)
 
 

@@ -125,9 +125,10 @@ def tries_all() -> bool:
     return os.environ.get("SEMEL_CRASH") == "all"
 
 
-def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> Tried:
-    """Try the operation once for each point; returns what was tried."""
+def try_every_point(operation: Operation, kind: str, url: str, folder: Path, *, each: bool = False) -> Tried:
+    """Try the operation once for each point, with ``each`` all faults at each statement; returns what was tried."""
     tried = Tried()
+    each = each or tries_all()
     with Bench(kind, url) as bench:
         if getattr(operation, "survives_forks", False):
             place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6), url)
@@ -135,7 +136,7 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
             rehearsed = bench.rehearse(operation, place, given)
             _require_answer(rehearsed)
             operation.check(place, given, rehearsed)
-        for fault in bench.faults(operation):
+        for fault in bench.faults(operation, each=each):
             place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6), url)
             given = operation.prepare(place)
             ended: Ended | None = None
@@ -144,7 +145,7 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
                 if bench.happened:
                     tried.points[fault.kind] += 1
                     tried.ends[ended.how] += 1
-                if not bench.happened:
+                else:
                     _require_answer(ended)
                 if fault.kind == FAULTS[2] and getattr(operation, "survives_lost_replies", True):
                     assert ended.how == "returned", "the caller was not spared a single lost reply"
@@ -152,7 +153,7 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
             except BaseException as error:
                 error.add_note(f"{fault}; it ended: {ended}")
                 raise
-    kinds = FAULTS if tries_all() else getattr(operation, "kinds", FAULTS)
+    kinds = FAULTS if each else getattr(operation, "kinds", FAULTS)
     assert set(tried.points) == set(kinds), f"a kind of fault never happened: {tried}"
     return tried
 
@@ -205,16 +206,16 @@ class Bench:
             assert self._received() == 0, "the process that was forked from has died"
         self._through_proxy.__exit__(None, None, None)
 
-    def faults(self, operation: Operation) -> Iterator[Fault]:
+    def faults(self, operation: Operation, *, each: bool) -> Iterator[Fault]:
         """The faults at each statement, until there is no such statement.
 
         Every reply is lost once. A process that dies in a transaction leaves the rows as they were before it, whichever
-        its statement; so it dies once in each transaction, and before and after it. ``SEMEL_CRASH=all`` tries every
-        fault at every statement, and so does an operation that names its ``kinds``; one kind at each statement if they
+        its statement; so it dies once in each transaction, and before and after it. With ``each`` every fault is tried
+        at every statement, and so it is for an operation that names its ``kinds``; one kind at each statement if they
         are tried ``in_turn``, and a ``stride`` leaves statements out. An operation that sends more statements at one
         time than at another ends after several ``misses`` in a row.
         """
-        if tries_all():
+        if each:
             return self._at_each_statement(operation, FAULTS)
         if kinds := getattr(operation, "kinds", None):
             return self._at_each_statement(

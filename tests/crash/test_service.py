@@ -1,4 +1,4 @@
-"""The process of a server or a worker dies before and after every statement that it sends, or loses its reply."""
+"""The process of a server or a worker dies at one of its statements, or loses its reply; see docs/reliability.md."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
