@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from crash.key_operations import disconnect
+from crash import key_operations, rows
 from crash.points import Report, Tried
 
 
 @pytest.fixture(autouse=True)
 def _disconnected() -> Iterator[None]:
     yield
-    disconnect()
+    key_operations.disconnect()
+    rows.disconnect()
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """What a process does with keys, and what must hold whenever it dies."""
 
 import asyncio
-from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import sqlalchemy
-from psycopg.rows import namedtuple_row
 from sqlalchemy import text
 
 from crash.points import Ended, Place
@@ -182,6 +179,8 @@ class OpenEmpty(Unconnected):
 class ClaimKey(Connected):
     """``claim``: afterwards the key is free, or it is claimed until the lease ends."""
 
+    changes_only_rows = True
+
     def act(self, place: Place, given: None) -> Any:
         with opened(place) as once:
             verdict = once.claim(place.name, scope=SCOPE)
@@ -221,6 +220,8 @@ def refuses(once: Once, claim: Claim) -> bool:
 
 class OwnerVerb(Connected):
     """A verb of the owner of a claim that another process made."""
+
+    changes_only_rows = True
 
     def prepare(self, place: Place) -> Claim:
         with opened(place) as once:
@@ -296,6 +297,8 @@ class Renew(OwnerVerb):
 class Resolve(Connected):
     """``resolve`` of a key whose outcome is unknown: afterwards it is resolved, or unknown as before."""
 
+    changes_only_rows = True
+
     done: bool
 
     def prepare(self, place: Place) -> Claim:
@@ -326,6 +329,8 @@ class Resolve(Connected):
 
 class CheckAndMark(Connected):
     """``check_and_mark``: a message is new to at most one caller who hears the answer, and then it is seen."""
+
+    changes_only_rows = True
 
     def act(self, place: Place, given: None) -> Any:
         with opened(place) as once:
@@ -380,24 +385,6 @@ class InTransaction(Connected):
 def connected(place: Place) -> sqlalchemy.Connection:
     """A connection of the user's own."""
     return _engine(place.kind, place.url).connect()
-
-
-def read_rows(place: Place, statement: str, parameters: dict[str, Any]) -> list[Any]:
-    """The rows of a query as named tuples, from the driver: SQLAlchemy would take longer than the database for them."""
-    with connected(place) as conn:
-        if place.kind == "sqlite":
-            cursor = conn.connection.cursor()
-            cursor.execute(statement, parameters)
-            row = _row_type(*(column[0] for column in cursor.description))
-            return [row(*each) for each in cursor.fetchall()]
-        psycopg_cursor = conn.connection.driver_connection.cursor(row_factory=namedtuple_row)
-        psycopg_cursor.execute(statement.replace("%", "%%").replace(":user", "%(user)s"), parameters)
-        return psycopg_cursor.fetchall()
-
-
-@cache
-def _row_type(*names: str) -> Any:
-    return namedtuple("Row", names, rename=True)  # noqa: PYI024 -- as psycopg makes them
 
 
 _engines: dict[str, sqlalchemy.Engine] = {}

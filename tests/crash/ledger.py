@@ -9,53 +9,51 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from crash.key_operations import read_rows
 from crash.points import Place
+from crash.rows import read_all
 from semel.audit_log import verify_log
 from support.databases import MISCHARGED, MISCOUNTED
 
 ACTIVE = ("PENDING", "RUNNING")
-AUDIT = 'SELECT a.*, a.user_id AS "user" FROM semel_audit AS a ORDER BY tenant, seq'
+QUERIES = {
+    "runs": "SELECT * FROM semel_run_states WHERE user_id = :user ORDER BY id",
+    "events": "SELECT e.* FROM semel_run_steps AS e JOIN semel_runs AS r ON r.id = e.run_id"
+    " WHERE r.user_id = :user ORDER BY e.run_id, e.version",
+    "keys": "SELECT key, attempt AS job_id FROM semel_keys"
+    " WHERE scope = 'runs:' || :user AND kind = 'run' AND state = 'completed'",
+    "reservations": "SELECT * FROM semel_reservations WHERE user_id = :user",
+    "counted_otherwise": MISCOUNTED,
+    "charged_otherwise": MISCHARGED,
+    "audit": 'SELECT a.*, a.user_id AS "user" FROM semel_audit AS a ORDER BY tenant, seq',
+}
 
 
 class Ledger:
-    """The rows of one user's runs, each table as it is when it is first asked for."""
+    """The rows of one user's runs, each table of ``QUERIES`` as it is when it is first asked for."""
 
     def __init__(self, place: Place, user: str) -> None:
         self._place, self._user = place, user
 
-    def _rows(self, statement: str) -> list[Any]:
-        return read_rows(self._place, statement, {"user": self._user})
+    def _read(self, *names: str) -> None:
+        """Read these tables, as far as they have not been read yet."""
+        missing = [name for name in names if name not in vars(self)]
+        found = read_all(self._place, *(QUERIES[name] for name in missing), user=self._user)
+        vars(self).update(zip(missing, found, strict=True))
 
-    @cached_property
-    def runs(self) -> list[Any]:
-        return self._rows("SELECT * FROM semel_run_states WHERE user_id = :user ORDER BY id")
-
-    @cached_property
-    def events(self) -> list[Any]:
-        return self._rows(
-            "SELECT e.* FROM semel_run_steps AS e JOIN semel_runs AS r ON r.id = e.run_id"
-            " WHERE r.user_id = :user ORDER BY e.run_id, e.version"
-        )
-
-    @cached_property
-    def keys(self) -> list[Any]:
-        return self._rows(
-            "SELECT key, attempt AS job_id FROM semel_keys"
-            " WHERE scope = 'runs:' || :user AND kind = 'run' AND state = 'completed'"
-        )
-
-    @cached_property
-    def reservations(self) -> list[Any]:
-        return self._rows("SELECT * FROM semel_reservations WHERE user_id = :user")
+    def __getattr__(self, name: str) -> list[Any]:
+        if name not in QUERIES:
+            raise AttributeError(name)
+        self._read(name)
+        rows: list[Any] = vars(self)[name]
+        return rows
 
     @cached_property
     def mischarged(self) -> list[Any]:
-        return [row for row in self._rows(MISCHARGED) if row.user_id == self._user]
+        return [row for row in self.charged_otherwise if row.user_id == self._user]
 
     @cached_property
     def log(self) -> list[dict[str, Any]]:
-        return [row._asdict() for row in self._rows(AUDIT)]
+        return [row._asdict() for row in self.audit]
 
     @property
     def statuses(self) -> list[str]:
@@ -67,6 +65,7 @@ class Ledger:
 
     def check(self) -> "Ledger":
         """Every run agrees with its events, every key and every reservation with its run."""
+        self._read(*QUERIES)
         events: dict[str, list[Any]] = defaultdict(list)
         for event in self.events:
             events[str(event.run_id)].append(event)
@@ -74,7 +73,7 @@ class Ledger:
             _check_run(run, events[str(run.id)])
         for key in self.keys:
             assert key.job_id in self.ids, f"the key {key.key} names no run"
-        assert self._rows(MISCOUNTED) == [], "the summary counts other runs than there are"
+        assert self.counted_otherwise == [], "the summary counts other runs than there are"
         assert not (self.runs and self.mischarged), "the user is charged for other runs than ended"
         used = Counter(each.job_id for each in self.reservations if each.job_id is not None)
         assert set(used) <= set(self.ids), "a reservation was consumed by a run that does not exist"

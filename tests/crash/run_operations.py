@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from crash.key_operations import read_rows
 from crash.ledger import Ledger
 from crash.points import Ended, Place
+from crash.rows import read_rows
 from crash.wire import FAULTS
 from semel import Actor, Quota, Run
 from semel._concurrency.sync import run_sync
@@ -57,6 +57,7 @@ class Connected:
     """An operation of a process that is connected already."""
 
     survives_forks = True
+    changes_only_rows = True
 
     def warm_up(self, place: Place) -> None:
         if place.url not in _kept:
@@ -130,7 +131,7 @@ class SubmitData(Submit):
             place,
             "SELECT j.run_id, j.data_state, u.queue FROM semel_jobs AS j JOIN semel_active AS u ON u.id = j.upload_id"
             " WHERE j.user_id = :user",
-            {"user": place.name},
+            user=place.name,
         )
         assert [(str(row.run_id), row.data_state, row.queue) for row in rows] == [(run.id, "uploading", INTERNAL_QUEUE)]
         with opened(place) as database:
@@ -598,6 +599,7 @@ def _manifests_without_body(place: Place) -> int:
 class Purge(OfRunningRun):
     """``purge``: a run is there with its files, or gone; the next purge removes what is left."""
 
+    changes_only_rows = False
     kinds = FAULTS[::2]  # files are removed between statements: who dies before the next one has removed them
     in_turn = True
 

@@ -225,7 +225,7 @@ async def submit_job(place: Place) -> Any:
 class Upload(InLoop):
     """The upload of a job's data: the job's run is released once, and never before its data is stored."""
 
-    stride = 1
+    stride = 2
     kinds: tuple[FaultKind, ...] = ("dies after",)
     """A file is stored between two statements: what must come after it is seen by whoever dies before it."""
 
@@ -340,7 +340,7 @@ async def token_for(place: Place) -> str:
 class Deliver(InLoop):
     """The delivery of a run's events to a webhook: each arrives, in order, and under one id if it arrives twice."""
 
-    stride = 1
+    stride = 2
     kinds = ("dies after",)
     """An event is sent between two statements: what must come after it is seen by whoever dies before it."""
     received: Callable[[], list[Received]]
@@ -392,6 +392,8 @@ class Deliver(InLoop):
 
 class DeliverInTurn(Connected):
     """The same without a server: events become deliveries, each is leased, sent, and then noted as sent."""
+
+    changes_only_rows = False
 
     def prepare(self, place: Place) -> tuple[str, str]:
         with opened(place) as database:

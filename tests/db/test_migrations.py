@@ -223,8 +223,8 @@ def test_a_migration_can_be_taken_back_and_run_again(url: str, engine: Engine) -
         assert isinstance(once.claim("key"), Granted)
 
 
-@pytest.mark.parametrize("back_to", schema.REVISIONS[2:-1])
-def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, engine: Engine, back_to: str) -> None:
+def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, engine: Engine) -> None:
+    """Back step by step, to the first revision that knows runs, and forth through all of them."""
     assert semel_command(["migrate", url]) == 0
     with closing(open_app(url)) as app, closing(JobStore(url)) as jobs:
         for asked, reported in ((3, None), (4, 5)):
@@ -237,10 +237,11 @@ def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, eng
         assert spent["yearly"] == 2.5 + 3 + 5
         slot = jobs.reserve_job_slot("ann", 5)
         jobs.store_idempotency_key("document", over.id, "ann")
-    go_back(engine, back_to)
-    with engine.connect() as conn:
-        for view in ("model_runs", "idempotency_keys", "job_reservations"):
-            assert conn.execute(text(f"SELECT * FROM {view}")).all() != []
+    for revision in reversed(schema.REVISIONS[2:-1]):
+        go_back(engine, revision)
+        with engine.connect() as conn:
+            for view in ("model_runs", "idempotency_keys", "job_reservations"):
+                assert conn.execute(text(f"SELECT * FROM {view}")).all() != [], revision
     assert semel_command(["migrate", url]) == 0
     with closing(open_app(url)) as app, closing(JobStore(url)) as jobs:
         assert (app.usage("ann").concurrent, app.usage("ann").spent) == (2, spent)

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import pytest
 
 NUMBER = struct.Struct("<I")
-LARGEST_SHARE = 40
-"""Tests of one module that a process takes at a time."""
+LARGEST_SHARE = 100
+"""Tests of one module that a process takes at a time. Servers that a module's tests share are started for each share."""
 
 
 class Parallel:

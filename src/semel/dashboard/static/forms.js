@@ -32,10 +32,13 @@ async function updateCommands() {
 
 if (form) {
   for (const each of document.querySelectorAll("[data-without-script]")) each.hidden = true;
-  form.addEventListener("input", () => {
+  const updateSoon = () => {
     clearTimeout(timer);
     timer = setTimeout(() => updateCommands().catch(() => { /* offline: the commands stay as they were */ }), 400);
-  });
+  };
+  form.addEventListener("input", updateSoon);
+  // What was typed before this script arrived, or what the browser kept from an earlier visit.
+  if ([...form.elements].some((each) => each.value !== each.defaultValue && each.defaultValue !== undefined)) updateSoon();
 }
 
 // Reservations count down to their expiry.
