@@ -1,7 +1,7 @@
 """A real Chromium that opens our pages, and records everything that goes wrong in them.
 
-The browser is the system's: SEMEL_TEST_BROWSER, or the first of ``NAMES`` on the PATH. Without one the tests fail with a
-message; they are never skipped.
+The browser is the system's: SEMEL_TEST_BROWSER, or the first of ``NAMES`` on the PATH. Without one the tests fail with
+a message; they are never skipped.
 """
 
 import os
@@ -199,7 +199,9 @@ class Visitor:
             self.page.set_viewport_size(size)
             self.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
             picture = ARTIFACTS / f"{name}-{look}.png"
-            part: Any = {"full_page": True, "clip": self._extent()} if look != "dark" else {}  # as light, but for colours
+            part: Any = {}  # of the dark one only the first screen: it is as the light one but for its colours
+            if look != "dark":
+                part = {"full_page": True, "clip": self._extent()}
             self.page.screenshot(path=picture, animations="disabled", **part)
             found += [f"{look}: {fault}" for fault in barriers(self.page, **ASKED[look]) + sticks_out(self.page)]
         self.page.set_viewport_size(LOOKS["light"][0])

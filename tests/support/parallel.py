@@ -20,7 +20,7 @@ import pytest
 
 NUMBER = struct.Struct("<I")
 LARGEST_SHARE = 100
-"""Tests of one module that a process takes at a time. Servers that a module's tests share are started for each share."""
+"""Tests of one module that a process takes at a time: what they share, such as a server, is started for each share."""
 
 
 class Parallel:

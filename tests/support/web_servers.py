@@ -39,8 +39,8 @@ os.execve(argv[0], argv, {**os.environ, **environment})
 COMMANDS: dict[str, list[str]] = {
     "uvicorn": [
         *("uvicorn", "--host", "127.0.0.1", "--port", "{port}", "--workers", "{workers}", "--no-access-log"),
-        # On a busy machine a worker may be silent for its five seconds. Much more would be too long: if a worker is killed
-        # while it is asked, uvicorn waits for its answer all the time, and replaces no other.
+        # On a busy machine a worker may be silent for its five seconds. Much more would be too long: if a worker is
+        # killed while it is asked, uvicorn waits for its answer all the time, and replaces no other.
         *("--timeout-worker-healthcheck", "30"),
     ],
     "granian": [
