@@ -30,8 +30,10 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")  # Hypothesis must not fail a test because the machine is busy
 
 
-LONGEST = {Path(__file__).parent / room for room in ("crash", "chaos", "protocol", "docs")}
-"""Rooms whose tests take seconds or minutes each."""
+COMPUTING = ("crash", "chaos", "protocol", "docs")
+WAITING = ("db/test_deadlines.py", "db/test_outages.py", "runs/store/test_quota_slots.py", "runs/worker")
+LONGEST = {Path(__file__).parent / room for room in COMPUTING + WAITING}
+"""Rooms and files whose tests take seconds each. Those that compute and those that wait run beside each other."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -192,21 +192,26 @@ class Visitor:
         return self.page
 
     def look(self, name: str) -> None:
-        """Save screenshots of the page: light, dark, on a phone. Fails if one is not accessible or scrolls sideways."""
+        """Look at the page in light, in dark and on a phone. Fails if it is not accessible or scrolls sideways.
+
+        With SEMEL_TEST_PICTURES a screenshot of each is kept.
+        """
         found: list[str] = []
-        ARTIFACTS.mkdir(exist_ok=True)
         for look, (size, scheme) in LOOKS.items():
             self.page.set_viewport_size(size)
             self.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-            picture = ARTIFACTS / f"{name}-{look}.png"
-            part: Any = {}  # of the dark one only the first screen: it is as the light one but for its colours
-            if look != "dark":
-                part = {"full_page": True, "clip": self._extent()}
-            self.page.screenshot(path=picture, animations="disabled", **part)
+            if os.environ.get("SEMEL_TEST_PICTURES"):
+                self._keep_picture(f"{name}-{look}", whole=look != "dark")  # dark differs in its colours only
             found += [f"{look}: {fault}" for fault in barriers(self.page, **ASKED[look]) + sticks_out(self.page)]
         self.page.set_viewport_size(LOOKS["light"][0])
         self.page.emulate_media(color_scheme="light", reduced_motion="reduce")
         assert not found, "\n".join([f"{name} at {self.page.url}:", *found])
+
+    def _keep_picture(self, name: str, *, whole: bool) -> None:
+        """Keep a screenshot of the page, or of its first screen."""
+        ARTIFACTS.mkdir(exist_ok=True)
+        part: Any = {"full_page": True, "clip": self._extent()} if whole else {}
+        self.page.screenshot(path=ARTIFACTS / f"{name}.png", animations="disabled", **part)
 
     def _extent(self) -> Any:
         """The part of the page in the screenshot: from its top, up to ``LONGEST_PICTURE`` pixels."""

@@ -29,7 +29,7 @@ class Parallel:
     def __init__(self, processes: int, alone: set[Path]) -> None:
         self._count = processes
         self._alone = alone
-        """Folders whose tests are handed out one by one, and first: each of them takes seconds or minutes."""
+        """Folders and files whose tests are handed out one by one, and first: each of them takes seconds."""
         self._is_stopped = mmap.mmap(-1, 1)
         """One byte that all processes see: not zero if no further test is to begin."""
 
@@ -51,7 +51,7 @@ class Parallel:
         Modules with few tests come first: their tests take longer than those of one with hundreds, which fill the end.
         The long ones of one folder, such as those that start many processes, are spread among those of the others.
         """
-        rooms = [[n for n, item in items.items() if room in item.path.parents] for room in self._alone]
+        rooms = [[n for n, item in items.items() if item.path.is_relative_to(room)] for room in self._alone]
         alone = sorted((place / len(room), number) for room in rooms for place, number in enumerate(room))
         yield from ([number] for _, number in alone)
         others = items.keys() - {number for _, number in alone}

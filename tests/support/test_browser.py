@@ -227,7 +227,10 @@ def test_a_barrier_of_one_look_only_is_found(visit: Visit, shelf: Shelf) -> None
     assert said == [["dark:", "axe:", "color-contrast"], ["phone:", "axe:", "label"]]
 
 
-def test_pictures_are_kept_light_dark_and_on_a_phone(visit: Visit, shelf: Shelf, pictures: Path) -> None:
+def test_pictures_are_kept_light_dark_and_on_a_phone(
+    visit: Visit, shelf: Shelf, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEMEL_TEST_PICTURES", "1")
     shelf.put("/", SOUND.format("a picture"))
     visitor = visit(shelf.address)
     visitor.go("/")
