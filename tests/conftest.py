@@ -30,10 +30,20 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")  # Hypothesis must not fail a test because the machine is busy
 
 
-COMPUTING = ("crash", "chaos", "protocol", "docs")
-WAITING = ("db/test_deadlines.py", "db/test_outages.py", "runs/store/test_quota_slots.py", "runs/worker")
-LONGEST = {Path(__file__).parent / room for room in COMPUTING + WAITING}
-"""Rooms and files whose tests take seconds each. Those that compute and those that wait run beside each other."""
+TESTS = Path(__file__).parent
+LONGEST = {TESTS / room for room in ("crash", "chaos", "protocol", "docs")}
+"""Rooms whose tests take seconds or minutes each."""
+WAITING = {
+    TESTS / file
+    for file in (
+        "db/test_deadlines.py",
+        "db/test_outages.py",
+        "runs/store/test_quota_slots.py",
+        "runs/worker/test_silence.py",
+        "runs/worker/test_worker.py",
+    )
+}
+"""Files whose tests wait, most of their time, until something has been given up."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what all processes of the tests share."""
     if processes := config.getoption("--processes"):
-        config.pluginmanager.register(Parallel(processes, LONGEST))
+        config.pluginmanager.register(Parallel(processes, LONGEST, WAITING))
     keep_files_in_memory()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; every process inherits it
         signal.signal(signal.SIGINT, signal.default_int_handler)

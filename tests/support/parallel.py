@@ -1,17 +1,17 @@
-"""Runs the tests in several processes, forked when the tests have been collected: ``./dev test --processes 6``.
+"""Runs the tests in several processes, forked when the tests have been collected: ``./dev test --processes 7``.
 
 To collect the tests takes ten seconds of a core, and half a minute in a fresh clone; here it is done once. Each process
 takes the next share of the tests from a queue, and reports to the one that forked it, which alone prints. A process
-that dies fails the test that it was at, and another one runs what it left.
+that dies fails the test that it was at, and another one runs what it left. One process begins with the tests that wait.
 """
 
 import mmap
 import os
 import struct
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,10 +26,12 @@ LARGEST_SHARE = 100
 class Parallel:
     """A plugin of pytest: its loop over the tests, in that many processes."""
 
-    def __init__(self, processes: int, alone: set[Path]) -> None:
+    def __init__(self, processes: int, alone: set[Path], waiting: set[Path]) -> None:
         self._count = processes
         self._alone = alone
-        """Folders and files whose tests are handed out one by one, and first: each of them takes seconds."""
+        """Folders whose tests are handed out one by one, and first: each of them takes seconds or minutes."""
+        self._waiting = waiting
+        """Files whose tests wait, and need no processor meanwhile: one process begins with them, beside the others."""
         self._is_stopped = mmap.mmap(-1, 1)
         """One byte that all processes see: not zero if no further test is to begin."""
 
@@ -38,7 +40,7 @@ class Parallel:
             return None  # pytest says so itself
         left = dict(enumerate(session.items))
         while left:
-            self._run(session, [*self._shares(left)], left)
+            self._run(session, left)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
@@ -51,7 +53,7 @@ class Parallel:
         Modules with few tests come first: their tests take longer than those of one with hundreds, which fill the end.
         The long ones of one folder, such as those that start many processes, are spread among those of the others.
         """
-        rooms = [[n for n, item in items.items() if item.path.is_relative_to(room)] for room in self._alone]
+        rooms = [[n for n, item in items.items() if room in item.path.parents] for room in self._alone]
         alone = sorted((place / len(room), number) for room in rooms for place, number in enumerate(room))
         yield from ([number] for _, number in alone)
         others = items.keys() - {number for _, number in alone}
@@ -61,21 +63,23 @@ class Parallel:
             while share := [*islice(numbers, LARGEST_SHARE)]:
                 yield share
 
-    def _run(self, session: pytest.Session, shares: list[list[int]], left: dict[int, pytest.Item]) -> None:
-        """Run the shares, and take the tests that have ended out of ``left``."""
-        queue, source = os.pipe()
-        os.write(source, b"".join(map(NUMBER.pack, range(len(shares)))))
-        os.close(source)
+    def _run(self, session: pytest.Session, left: dict[int, pytest.Item]) -> None:
+        """Run these tests, and take those that have ended out of ``left``."""
+        waits = [number for number, item in left.items() if item.path in self._waiting]
+        computes = {number: item for number, item in left.items() if item.path not in self._waiting}
+        waiting, computing = Queue([[number] for number in waits]), Queue([*self._shares(computes)])
         current: dict[Connection, int | None] = {}
         pids = {}
-        for _ in range(min(self._count, len(shares))):
+        for place in range(min(self._count, len(waiting.shares) + len(computing.shares))):
             reports, theirs = Pipe(duplex=False)
             if (pid := os.fork()) == 0:
                 reports.close()
-                Process(session, theirs, self._is_stopped).run(shares, queue)
+                queues = (waiting, computing) if place == 0 else (computing, waiting)
+                Process(session, theirs, self._is_stopped).run(queues)
             theirs.close()
             current[reports], pids[reports] = None, pid
-        os.close(queue)
+        waiting.close()
+        computing.close()
         try:
             while current:
                 for reports in wait([*current]):
@@ -136,12 +140,12 @@ class Process:
         self._reports = reports
         self._is_stopped = is_stopped
 
-    def run(self, shares: list[list[int]], queue: int) -> NoReturn:
-        """Run tests until the queue is empty; the process ends with it."""
+    def run(self, queues: Iterable["Queue"]) -> NoReturn:
+        """Run tests until the queues are empty, one after the other; the process ends with them."""
         with suppress(BrokenPipeError):  # who forked this process has ended
             try:
                 self._prepare()
-                self._run_all(_taken(shares, queue))
+                self._run_all(chain.from_iterable(queue.take() for queue in queues))
                 self._reports.send(("done", None))
             except (KeyboardInterrupt, pytest.exit.Exception) as error:
                 self._reports.send(("interrupted", str(error)))
@@ -177,8 +181,20 @@ class Process:
         self._reports.send(("report", content))
 
 
-def _taken(shares: list[list[int]], queue: int) -> Iterator[int]:
-    """The tests of one share after another, as this process takes them from the queue."""
-    while record := os.read(queue, NUMBER.size):
-        (number,) = NUMBER.unpack(record)
-        yield from shares[number]
+class Queue:
+    """Shares of tests, which processes that are forked later take from it."""
+
+    def __init__(self, shares: list[list[int]]) -> None:
+        self.shares = shares
+        self._numbers, source = os.pipe()
+        os.write(source, b"".join(map(NUMBER.pack, range(len(shares)))))
+        os.close(source)
+
+    def take(self) -> Iterator[int]:
+        """The tests of one share after another, until no share is left."""
+        while record := os.read(self._numbers, NUMBER.size):
+            (number,) = NUMBER.unpack(record)
+            yield from self.shares[number]
+
+    def close(self) -> None:
+        os.close(self._numbers)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 CONFTEST = """
+from pathlib import Path
 from support.parallel import Parallel
 
 def pytest_configure(config):
-    config.pluginmanager.register(Parallel(3, set()))
+    config.pluginmanager.register(Parallel(3, set(), {Path(__file__).with_name("test_waits.py")}))
 """
 USUAL = """
 import os, pathlib, pytest
@@ -98,3 +99,13 @@ def test_an_error_outside_of_a_test_is_told(tmp_path: Path, broken: str) -> None
     status, printed = run(tmp_path, broken)
     assert status in {1, 2}
     assert "nothing_of_this_name" in printed or "fixture 'nobody' not found" in printed
+
+
+def test_one_process_begins_with_the_tests_that_wait_beside_the_others(tmp_path: Path) -> None:
+    """Those that compute begin here, too, but none of them ends before one that waits has begun."""
+    (tmp_path / "test_waits.py").write_text("import pathlib\n\ndef test_waits():\n    pathlib.Path('begun').touch()\n")
+    computing = "import pathlib, pytest, time\n\n@pytest.mark.parametrize('number', range(300))\ndef test_it(number):\n"
+    computing += "    while not pathlib.Path('begun').exists():\n        time.sleep(0.01)\n"
+    status, printed = run(tmp_path, computing)
+    assert status == 0, printed
+    assert "301 passed" in printed
