@@ -207,8 +207,11 @@ def test_who_has_a_key_is_told_until_when_it_names_the_run(sqlite: TestDatabase,
     assert [run.key_expires_us for run in runs if isinstance(run, Run)] == [expected] * len(runs)
 
 
-def test_a_key_that_finds_a_run_by_its_payload_names_it_from_then_on(sqlite: TestDatabase) -> None:
+@pytest.mark.parametrize("fast", [False, True], ids=["slow path", "fast path"])
+def test_a_key_that_finds_a_run_by_its_payload_names_it_from_then_on(sqlite: TestDatabase, fast: bool) -> None:
     first = sqlite.app.submit("train")
+    if fast:
+        warmed(sqlite)
     sqlite.clock.advance(5)
     asked: dict[str, Any] = {"idempotency_key": "key", "key_ttl": DAY, "dedupe": True}
     found = sqlite.app.submit("train", **asked)
@@ -365,6 +368,15 @@ def test_a_retry_of_a_run_that_was_removed_is_refused_beside_others(sqlite: Test
     retry, refused, other = send(sqlite, *retries, submission(sqlite, 7))
     assert [type(each) for each in (retry, refused, other)] == [Created, RunNotFound, Created]
     assert sqlite.app.get(retry.id).retry_of == there.id
+
+
+def test_a_retry_has_the_data_of_its_run_and_others_have_none(database: TestDatabase) -> None:
+    run = database.submit()
+    database.write("UPDATE semel_active SET data_ref = 'data/1'")
+    other = database.submit()
+    database.app.cancel(run.id)
+    retry = database.app.retry(run.id)
+    assert [database.app.get(each.id).data_ref for each in (retry, other)] == ["data/1", None]
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
