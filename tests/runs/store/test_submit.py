@@ -241,7 +241,8 @@ def test_a_submission_that_is_sent_twice_is_stored_once(sqlite: TestDatabase) ->
     assert [isinstance(each, Created) for each in first] == [True] * 3
     assert [(isinstance(each, Existing), each.id) for each in second] == [(True, each.id) for each in asked]
     assert len(sqlite.app.runs().runs) == 3
-    assert send(sqlite, asked[2], submission(sqlite, dedupe=False))[0].id == asked[2].id
+    again, new = send(sqlite, asked[2], submission(sqlite, dedupe=False))
+    assert (type(again), again.id, type(new)) == (Existing, asked[2].id, Created)
 
 
 def test_repeats_of_a_batch_are_answered_like_the_first(sqlite: TestDatabase) -> None:
@@ -368,6 +369,8 @@ def test_a_retry_of_a_run_that_was_removed_is_refused_beside_others(sqlite: Test
     retry, refused, other = send(sqlite, *retries, submission(sqlite, 7))
     assert [type(each) for each in (retry, refused, other)] == [Created, RunNotFound, Created]
     assert sqlite.app.get(retry.id).retry_of == there.id
+    unkeyed = builder.submission("train", gone.parameters, SubmitOptions(dedupe=False), retry_of=gone.id)
+    assert [type(each) for each in send(sqlite, unkeyed)] == [RunNotFound]
 
 
 def test_a_retry_has_the_data_of_its_run_and_others_have_none(database: TestDatabase) -> None:
