@@ -1,4 +1,4 @@
-"""Runs the tests in several processes, forked when the tests have been collected: ``./dev test --processes 7``.
+"""Runs the tests in several processes, forked when the tests have been collected: ``./dev test --processes 6``.
 
 To collect the tests takes ten seconds of a core, and half a minute in a fresh clone; here it is done once. Each process
 takes the next share of the tests from a queue, and reports to the one that forked it, which alone prints. A process
