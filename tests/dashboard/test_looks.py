@@ -180,7 +180,7 @@ class Busy(Empty):
         ]
 
     def worker_row(self, number: int) -> dict[str, Any]:
-        models = json.dumps(dict.fromkeys(self.models, 4))
+        models = json.dumps(dict.fromkeys(self.models, "thread"))
         name = {"id": f"worker-{number:02}", "host": f"compute-{number}.eu-central-1.internal.example.com"}
         return {**name, "seen": self.seen, "models": models, "queues": '["gpu", "default"]', "slots": '{"thread": 4}'}
 
