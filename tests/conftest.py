@@ -43,7 +43,7 @@ WAITING = {
         "runs/worker/test_worker.py",
     )
 }
-"""Files whose tests wait, most of their time, until something has been given up."""
+"""Files whose tests spend most of their time waiting, such as for a timeout."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

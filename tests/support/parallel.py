@@ -31,7 +31,7 @@ class Parallel:
         self._alone = alone
         """Folders whose tests are handed out one by one, and first: each of them takes seconds or minutes."""
         self._waiting = waiting
-        """Files whose tests wait, and need no processor meanwhile: one process begins with them, beside the others."""
+        """Files whose tests mostly wait: one process begins with them, the others with those that compute."""
         self._is_stopped = mmap.mmap(-1, 1)
         """One byte that all processes see: not zero if no further test is to begin."""
 
@@ -182,7 +182,7 @@ class Process:
 
 
 class Queue:
-    """Shares of tests, which processes that are forked later take from it."""
+    """Shares of tests. Processes that are forked after it was made each take the next share."""
 
     def __init__(self, shares: list[list[int]]) -> None:
         self.shares = shares
