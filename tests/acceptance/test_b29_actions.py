@@ -6,19 +6,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection, text
 
 from semel import Actor, InvalidRequest, KeyReused, Quota, Run
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.client import Client
+from semel.db.database import COMMITS
+from semel.db.dialect import StatementContext, transaction
 from semel.runs.store import actions
 from semel.runs.store.actions import Batch
 from semel.runs.types import MICRO
-from support.databases import DATABASES, Databases, TestDatabase
+from support.databases import DATABASES, Databases, TestDatabase, behind
 from support.service import TokenClient, TokenServer, add_models, app_on, serve, shared_server, token_server
 from support.waiting import eventually
 
@@ -300,6 +304,22 @@ def test_b29_one_that_was_left_in_the_middle_is_carried_on_and_nothing_is_done_t
     assert database.app.action(begun.id) == done
 
 
+def test_b29_of_two_that_take_an_action_at_the_same_time_one_has_it(databases: Databases) -> None:
+    by_its_own_clock = StatementContext()
+    with databases.empty("postgres") as database:
+        begun = run_sync(database.app._engine.begin_action("cancel", status="PENDING"))
+
+        def take(conn: Connection, holder: str) -> bool:
+            with transaction(conn.execution_options(**{COMMITS: True})):
+                return actions.take(conn, begun.id, holder, by_its_own_clock) is not None
+
+        lock = text("SELECT 1 FROM semel_run_actions FOR UPDATE")
+        first = partial(actions.take, action_id=begun.id, holder="first", context=by_its_own_clock)
+        late = partial(take, holder="late")
+        assert behind(database, lambda conn: conn.execute(lock), late, first) is False
+        assert database.rows("SELECT holder FROM semel_run_actions") == [("first",)]
+
+
 def test_b29_finished_actions_are_forgotten_after_a_month(database: TestDatabase) -> None:
     database.app.act("cancel", queue="gpu")
     database.clock.advance(31 * 86400)
@@ -465,14 +485,12 @@ app = App(sys.argv[1], artifacts=sys.argv[2], dedupe_window=0)
 @app.model("add", isolation="loop")
 async def add(a: int, b: int = 0) -> int: ...
 
-real, left = store.advance, 3
+real = store.advance
 
-def advance(*arguments):
-    global left
-    left -= 1
-    if left == 0:
+def advance(conn, action, *arguments):
+    if action.done == 10:
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments)
+    return real(conn, action, *arguments)
 
 advance.semel_hot = True
 store.advance = advance

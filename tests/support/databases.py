@@ -343,9 +343,15 @@ def refused(database: TestDatabase, user: str | int = 42, **options: Any) -> str
     return str(refusal.value)
 
 
-def behind(database: TestDatabase, first: Callable[[Connection], object], second: Callable[[Connection], Any]) -> Any:
+def behind(
+    database: TestDatabase,
+    first: Callable[[Connection], object],
+    second: Callable[[Connection], Any],
+    then: Callable[[Connection], object] = lambda _: None,
+) -> Any:
     """What the second function returns that waits for a lock of PostgreSQL which the first has, such as that of a row
-    it has changed, and has not committed. Unlike semel's own connections, this one waits for as long as it takes.
+    it has changed, and has not committed. ``then`` is done in the first's transaction while the second waits. Unlike
+    semel's own connections, this one waits for as long as it takes.
     """
     url = make_url(database.url).set(drivername="postgresql+psycopg")
     waiting: LiteralString = """
@@ -356,5 +362,6 @@ SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname
             other = create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT").connect()
             returned = pool.submit(second, other)
             eventually(lambda: database.rows(waiting) == [(1,)])
+            then(one)
         with other:
             return returned.result()

@@ -27,7 +27,9 @@ class Dialect(Protocol):
     """The expressions in which PostgreSQL and SQLite differ."""
 
     now: str
-    """The time in microseconds."""
+    """The time in microseconds, when the statement began."""
+    clock: str
+    """The time in microseconds, after the statement waited for a lock."""
     patience: str
     """A column that makes the rest of the transaction wait longer for locks than a single statement does."""
     writes_in_with: bool
@@ -87,6 +89,7 @@ class Postgres:
     """The :class:`Dialect` of PostgreSQL."""
 
     now = "(SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM statement_timestamp()) * 1000000)::bigint))"
+    clock = now.replace("statement_timestamp", "clock_timestamp").removeprefix("(SELECT ").removesuffix(")")
     patience = "set_config('lock_timeout', '5s', true)"
     writes_in_with = True
 
@@ -144,7 +147,7 @@ class Postgres:
 class Sqlite:
     """The :class:`Dialect` of SQLite."""
 
-    now = "CAST(:now AS INTEGER)"
+    now = clock = "CAST(:now AS INTEGER)"
     patience = "NULL"
     writes_in_with = False
 

@@ -1,16 +1,17 @@
 """Upkeep, verb by verb, on a clock that the test sets: workers' rows, leadership, and what is removed when."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection, text
 
 from semel._concurrency.sync import run_sync
-from semel.db.dialect import transaction
+from semel.db.dialect import StatementContext, transaction
 from semel.runs.store import lease, maintenance, queries
 from semel.runs.store.lease import LogLineRow
-from semel.runs.store.maintenance import Removal, Removed
-from support.databases import LEASE, Databases, TestDatabase
+from semel.runs.store.maintenance import Removal, Removed, acquire_leadership
+from support.databases import LEASE, Databases, TestDatabase, behind
 
 MOMENT = 0.000001
 DAY = 86400
@@ -84,6 +85,20 @@ def test_a_role_is_held_to_the_last_microsecond_of_its_term(database: TestDataba
     database.clock.advance(MOMENT)
     assert (left(database, "heir"), leads(database, "heir")) == (0, True)
     assert left(database, "first") == 15
+
+
+def test_a_role_that_was_taken_during_the_wait_for_it_is_not_taken_from_its_holder(databases: Databases) -> None:
+    """By the clock at the start of its statement, who waited sees a term that ends too late to be true."""
+    by_its_own_clock = StatementContext()
+    with databases.empty("postgres") as database:
+
+        def lead(holder: str) -> Callable[[Connection], bool]:
+            return lambda conn: acquire_leadership(conn, "sweeper", holder, 15, by_its_own_clock)
+
+        assert run_sync(database.store.write(acquire_leadership, "sweeper", "dead", 0, by_its_own_clock))
+        lock = text("SELECT 1 FROM semel_leaders FOR UPDATE")
+        assert behind(database, lambda conn: conn.execute(lock), lead("late"), lead("first")) is False
+        assert database.rows("SELECT holder FROM semel_leaders") == [("first",)]
 
 
 def test_who_holds_a_role_can_renew_it_and_nobody_else_gives_it_up(database: TestDatabase) -> None:

@@ -190,10 +190,12 @@ def take(conn: Connection, action_id: str, holder: str, context: StatementContex
     """Take the action, to carry it out; None if it is finished, if another holder has it, or if a newer release began
     it with a filter that this one does not know. Who has it already, and did not get the reply, takes it again.
     """
-    now = read_clock(conn, context)
-    wanted = (run_actions.c.id == action_id, _UNFINISHED, or_(_is_free(now), run_actions.c.holder == holder))
+    unfinished = (run_actions.c.id == action_id, _UNFINISHED)
+    conn.execute(select(run_actions.c.id).where(*unfinished).with_for_update())
+    now = read_clock(conn, context)  # behind the lock: the lease of who had it does not seem too long
     values = {"lease_until_us": now + LEASE_US, "holder": holder}
-    taken = conn.execute(update(run_actions).where(*wanted).values(values)).rowcount
+    free = or_(_is_free(now), run_actions.c.holder == holder)
+    taken = conn.execute(update(run_actions).where(*unfinished, free).values(values)).rowcount
     try:
         return get(conn, action_id) if taken else None
     except msgspec.ValidationError:

@@ -220,7 +220,7 @@ def _lead(dialect: Dialect) -> str:
     return f"""
 INSERT INTO semel_leaders AS k (role, holder, until_us, term_us) VALUES (:role, :holder, {now} + :term, :term)
 ON CONFLICT (role) DO UPDATE SET holder = excluded.holder, until_us = excluded.until_us, term_us = excluded.term_us
-WHERE k.holder = excluded.holder OR k.until_us < {now} OR k.until_us > {now} + k.term_us
+WHERE k.holder = excluded.holder OR k.until_us < {now} OR k.until_us > {dialect.clock} + k.term_us
 RETURNING holder
 """
 
