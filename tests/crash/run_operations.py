@@ -311,6 +311,10 @@ class FinishAndLease(Connected):
 class Sweep(OfRunningRun):
     """The sweeper takes a lost run back, and removes an expired key."""
 
+    kinds = FAULTS
+    in_turn = True
+    stride = 2
+
     def prepare(self, place: Place) -> Leased:
         with opened(place) as database:
             database.submit(place.name, idempotency_key="key", key_ttl=1, cost=COST)
@@ -446,6 +450,9 @@ class Retry(OfRunningRun):
 class Act(Connected):
     """An action on three runs, in batches of two: sent again with its key, it is finished, and no run changed twice."""
 
+    kinds = FAULTS
+    in_turn = True
+    stride = 2
     action: ActionKind
 
     def prepare(self, place: Place) -> list[str]:
@@ -487,6 +494,9 @@ class Act(Connected):
 class Rerun(Retry):
     """``rerun`` of a run that succeeded, with a key: sent again, there is one new run."""
 
+    kinds = FAULTS
+    in_turn = True
+    stride = 2
     end = "succeeded"
     first_status, named_by = "SUCCEEDED", "rerun_of"
 
@@ -602,6 +612,7 @@ class Purge(OfRunningRun):
     changes_only_rows = False
     kinds = FAULTS[::2]  # files are removed between statements: who dies before the next one has removed them
     in_turn = True
+    stride = 2
 
     def prepare(self, place: Place) -> Leased:
         leased = super().prepare(place)

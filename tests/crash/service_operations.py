@@ -141,7 +141,7 @@ def looking(place: Place) -> Iterator[Callable[..., list[Any]]]:
 class Work(InLoop):
     """A worker that leases a run, renews its lease, executes it, and writes its result and its artifact."""
 
-    stride = 2
+    stride = 3
 
     def prepare(self, place: Place) -> str:
         site = Site(place)
@@ -225,7 +225,7 @@ async def submit_job(place: Place) -> Any:
 class Upload(InLoop):
     """The upload of a job's data: the job's run is released once, and never before its data is stored."""
 
-    stride = 2
+    stride = 4
     kinds: tuple[FaultKind, ...] = ("dies after",)
     """A file is stored between two statements: what must come after it is seen by whoever dies before it."""
 
@@ -288,7 +288,7 @@ def is_stored(place: Place, ref: str) -> bool:
 class SubmitJob(Upload):
     """The submission of a job with config and data through the service's API, with a key."""
 
-    stride = 7
+    stride = 11
     kinds = FAULTS
     survives_lost_replies = True
 
@@ -340,7 +340,7 @@ async def token_for(place: Place) -> str:
 class Deliver(InLoop):
     """The delivery of a run's events to a webhook: each arrives, in order, and under one id if it arrives twice."""
 
-    stride = 2
+    stride = 4
     kinds = ("dies after",)
     """An event is sent between two statements: what must come after it is seen by whoever dies before it."""
     received: Callable[[], list[Received]]
@@ -446,7 +446,7 @@ def delivered(look: Callable[..., list[Any]], run_id: str) -> int:
 class Predict(InLoop):
     """A job for Replicate: one prediction at most is created for it, and the run ends with its output."""
 
-    stride = 7
+    stride = 11
     url: str
     predictions: Callable[[str], list[dict[str, Any]]]
 

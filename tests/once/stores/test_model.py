@@ -319,7 +319,7 @@ SHORTER_BY_CLOCK = [*BEFORE, Step("jump", seconds=-700), LONG_LEASE, Step("jump"
 
 
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -27,7 +27,7 @@ from semel.service.app import build
 from support.run_service import app_with_models, ended, submitted
 from support.service import TestServer, issue_token, serve
 
-OF_EACH = int(os.environ.get("SEMEL_SCHEMA_EXAMPLES", "4"))
+OF_EACH = int(os.environ.get("SEMEL_SCHEMA_EXAMPLES", "3"))
 """Requests of each operation, of data that fits and of data that does not; with 8 there are no other statuses."""
 CHECKS = [
     not_a_server_error,
