@@ -87,7 +87,7 @@ def cli_server(url: str, folder: Path) -> Iterator[CliServer]:
     gate = threading.Event()
     add_models(app, gate)
     with serve(app) as service, app.working(processes=0, threads=1, poll=0.2):
-        eventually(app.workers, "the worker is known")
+        eventually(lambda: any("default" in each.queues for each in app.workers()), "the worker is known")
         yield CliServer(service, gate)
         gate.set()
     app.close()
