@@ -162,7 +162,7 @@ class OpenEmpty(Unconnected):
     """The first call on a SQLite file that does not exist yet, which creates its tables."""
 
     kinds = FAULTS
-    stride = 9
+    stride = 14
     in_turn = True
     """The tables are made in one transaction of many statements: it is enough to try some of them."""
 

@@ -393,7 +393,9 @@ class Deliver(InLoop):
 class DeliverInTurn(Connected):
     """The same without a server: events become deliveries, each is leased, sent, and then noted as sent."""
 
-    changes_only_rows = False
+    kinds = FAULTS
+    in_turn = True
+    stride = 2
 
     def prepare(self, place: Place) -> tuple[str, str]:
         with opened(place) as database:

@@ -254,7 +254,7 @@ def test_an_upload_is_the_same_request_however_it_is_sent(site: Site, key: str, 
 def test_a_large_upload_reaches_the_app_whole_and_stays_out_of_memory(
     server_site: Site, key: str, chunked: bool
 ) -> None:
-    site, size = server_site, 50
+    site, size = server_site, 32
     megabyte = os.urandom(MEGABYTE)
     expected = hashlib.sha256(megabyte * size).hexdigest()
     length = {} if chunked else {"Content_Length": str(size * MEGABYTE)}
