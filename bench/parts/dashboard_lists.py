@@ -164,6 +164,8 @@ PATHS = {
     "three states": "/ui/runs?status=PENDING&status=FAILED&status=SUCCEEDED",
     "of the last hour": "/ui/runs?last=1h",
     "of a user": "/ui/runs?user=user7",
+    "FAILED of a user who has none": "/ui/runs?user=user7&status=FAILED",
+    "CANCELLED of a user who has some": "/ui/runs?user=user2&status=CANCELLED",
     "of a model": "/ui/runs?model=model3",
     "of a model that few run": "/ui/runs?model=rare",
     "of a model that nobody ran": "/ui/runs?model=none",

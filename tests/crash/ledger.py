@@ -22,6 +22,7 @@ QUERIES = {
     "keys": "SELECT key, attempt AS job_id FROM semel_keys"
     " WHERE scope = 'runs:' || :user AND kind = 'run' AND state = 'completed'",
     "reservations": "SELECT * FROM semel_reservations WHERE user_id = :user",
+    "unsuccessful": "SELECT run_id, status FROM semel_unsuccessful WHERE user_id = :user ORDER BY run_id",
     "counted_otherwise": MISCOUNTED,
     "charged_otherwise": MISCHARGED,
     "audit": 'SELECT a.*, a.user_id AS "user" FROM semel_audit AS a ORDER BY tenant, seq',
@@ -73,6 +74,8 @@ class Ledger:
             _check_run(run, events[str(run.id)])
         for key in self.keys:
             assert key.job_id in self.ids, f"the key {key.key} names no run"
+        unsuccessful = [(run.id, run.status) for run in self.runs if run.status in ("FAILED", "CANCELLED")]
+        assert [(row.run_id, row.status) for row in self.unsuccessful] == unsuccessful, "a list has other runs"
         assert self.counted_otherwise == [], "the summary counts other runs than there are"
         assert not (self.runs and self.mischarged), "the user is charged for other runs than ended"
         used = Counter(each.job_id for each in self.reservations if each.job_id is not None)

@@ -248,6 +248,7 @@ def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, eng
         again = app.submit("train", {"number": 1}, user="ann", idempotency_key="k", cost=2.5)
         assert (again.id, again.replayed, again.cost) == (run.id, True, 2.5)
         assert app.get(over.id).status == "CANCELLED"
+        assert [each.id for each in app.runs(user="ann", status=["FAILED", "CANCELLED"]).runs] == [over.id]
         assert slot is not None
         assert jobs.consume_reservation(slot, job_id=run.id)
         assert jobs.check_idempotency_key("document", "ann") == over.id

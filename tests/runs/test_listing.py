@@ -96,6 +96,48 @@ def test_a_list_is_the_same_whichever_way_its_runs_are_found(app: App, monkeypat
         ], (asked, few, first_look, limit)
 
 
+def test_what_did_not_succeed_is_listed_for_each_user(app: App, clock: FakeClock) -> None:
+    """Whatever else is asked, a page at a time; what is removed is listed no more."""
+    fails = app.submit("work", {"fails": True}, user="ann")
+    with app.working(processes=0):
+        made = [app.wait(fails.id, timeout=60), app.wait(app.submit("work", {"number": 1}, user="ann").id, timeout=60)]
+    for number in range(24):
+        clock.advance(1)
+        model, queue = ("work", "other")[number % 2], ("default", "slow")[number % 3 == 0]
+        user, tenant = ("ann", "bob", "")[number % 5 % 3], ("", "acme")[number % 4 == 0]
+        made.append(app.submit(model, {"number": number + 2}, user=user, tenant=tenant, queue=queue))
+        if number % 7:
+            made[-1] = app.cancel(made[-1].id, tenant=tenant)
+    statuses = ("FAILED", "CANCELLED", ["FAILED", "CANCELLED"], ["SUCCEEDED", "CANCELLED"])
+    times = (None, made[9].created_at)
+    asked = [*product(("ann", "bob", "zoe"), ("", "acme"), statuses, (None, "work"), (None, "slow"), times)]
+    for number, (user, tenant, status, model, queue, since) in enumerate(asked):
+        wanted = {"user": user, "tenant": tenant, "status": status, "model": model, "queue": queue, "since": since}
+        found, cursor = [], None
+        while True:
+            page = app.runs(**wanted, limit=(1, 3, 100)[number % 3], cursor=cursor)
+            found += ids(page.runs)
+            cursor = page.next
+            if cursor is None:
+                break
+        meeting = [
+            run.id
+            for run in reversed(made)
+            if (run.user, run.tenant) == (user, tenant)
+            and run.status in ([status] if isinstance(status, str) else status)
+            and run.model == (model or run.model)
+            and run.queue == (queue or run.queue)
+            and (since is None or run.created_at >= since)
+        ]
+        assert found == meeting, wanted
+        if status == "CANCELLED" and since is None:
+            counted = app.act("retry", user=user, tenant=tenant, status=status, model=model, queue=queue, dry_run=True)
+            assert counted.matched == len(meeting)
+    clock.advance(86400)
+    assert app.purge(0) > 10
+    assert not app.runs(user="ann", status=["FAILED", "CANCELLED"]).runs
+
+
 def test_where_a_search_follows_a_first_look_no_run_is_found_twice(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "_FIRST_LOOK", 2)
     monkeypatch.setattr(queries, "_FEW", 0)

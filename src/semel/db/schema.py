@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 REVISIONS = (
     *("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010"),
-    *("0011", "0012", "0013", "0014", "0015", "0016", "0017", "0018"),
+    *("0011", "0012", "0013", "0014", "0015", "0016", "0017", "0018", "0019"),
 )
 """Every migration, oldest first; the last one is what this release needs."""
 
@@ -446,6 +446,17 @@ run_hours = Table(
 :mod:`semel.runs.store.durations`; -1 if it is not known how long. Runs that are removed still count.
 """
 Index("semel_run_hours_hour", run_hours.c.hour_us)
+
+unsuccessful = Table(
+    "semel_unsuccessful",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("run_id", _id, nullable=False),
+    PrimaryKeyConstraint("tenant", "user_id", "status", "run_id", name="semel_unsuccessful_pkey"),
+)
+"""The runs of each user that failed or were cancelled. The attempt that ends such a run writes its row (a trigger)."""
 
 costs = Table(
     "semel_costs",

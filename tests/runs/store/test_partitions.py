@@ -297,6 +297,7 @@ def test_a_partition_whose_runs_are_all_old_is_dropped_and_what_must_stay_stays(
     for user in ("", "bob"):
         ledger.cancel_internal(user)
     assert ledger.sql(MISCOUNTED) == []
+    assert ledger.sql("SELECT count(*) FROM semel_unsuccessful") == [(3,)]
     ledger.sweep(retention=RETENTION)
     spent = ledger.timeless.usage("ann").spent["yearly"]
     ledger.clock.advance(DAY + 3 * HOUR)
@@ -305,7 +306,7 @@ def test_a_partition_whose_runs_are_all_old_is_dropped_and_what_must_stay_stays(
     assert not ledger.timeless.runs().runs
     assert ledger.timeless.usage("ann").spent["yearly"] == spent == 9
     assert ledger.sql(MISCOUNTED) == []
-    for table in (*TABLES, "semel_removals", "semel_outbox", "semel_jobs", "semel_deliveries"):
+    for table in (*TABLES, "semel_removals", "semel_outbox", "semel_jobs", "semel_deliveries", "semel_unsuccessful"):
         assert ledger.sql(f"SELECT count(*) FROM {table}")[0][0] == 0
     assert not [path for path in (ledger.folder / "artifacts").rglob("*") if path.is_file()]
 

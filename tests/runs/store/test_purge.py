@@ -374,6 +374,19 @@ def _is_left(harness: RunsHarness, folders: set[str]) -> bool:
     return found == folders
 
 
+def test_a_run_that_is_removed_is_in_no_list_of_what_failed(harness: RunsHarness) -> None:
+    ended(harness, "fatal", user="ann")
+    old = harness.timeless.submit("add", {"a": 1}, user="bob")
+    harness.timeless.cancel(old.id)
+    assert harness.sql("SELECT user_id, status FROM semel_unsuccessful ORDER BY user_id") == [
+        ("ann", "FAILED"),
+        ("bob", "CANCELLED"),
+    ]
+    harness.clock.advance(DAY)
+    assert harness.timeless.purge(1) == 2
+    assert harness.sql("SELECT * FROM semel_unsuccessful") == []
+
+
 def test_the_logs_of_a_run_go_in_batches(harness: RunsHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "LOG_BATCH", 3)
     run = ended(harness)

@@ -94,6 +94,22 @@ def test_what_few_runs_have_is_found_without_reading_the_others(databases: Datab
     assert not [row for row in scans if "Seq Scan" in row]
 
 
+@pytest.mark.parametrize("kind", DATABASES)
+def test_what_failed_of_a_user_is_listed_without_reading_any_other_run(databases: Databases, kind: str) -> None:
+    def plan(conn: Connection) -> str:
+        sent: list[tuple[str, Any]] = []
+        event.listen(conn, "before_cursor_execute", lambda *about: sent.append((about[2], about[3])))
+        assert queries.list_runs(conn, Filter(user="ann", status=["FAILED"]), 50, None).runs == []
+        ((asked, values),) = [(text, values) for text, values in sent if "semel_unsuccessful" in text]
+        explained = conn.exec_driver_sql(f"EXPLAIN {'QUERY PLAN ' * (kind == 'sqlite')}{asked}", values)
+        return "\n".join(str(row[-1]) for row in explained)
+
+    with databases.empty(kind) as database:
+        found = database.ask(plan)
+    assert "semel_unsuccessful" in found
+    assert not any(word in found for word in ("semel_runs", "semel_attempts", "semel_active", "Sort", "TEMP B-TREE"))
+
+
 def test_a_run_is_found_under_its_own_tenant_or_any(database: TestDatabase) -> None:
     run, other = database.submit(tenant="acme"), database.submit()
     for tenant, found in ((None, {run.id, other.id}), ("acme", {run.id}), ("", {other.id}), ("b", set())):

@@ -165,6 +165,10 @@ def _scan_status(
     deadline: float,
 ) -> SearchResult:
     wanted = msgspec.structs.replace(wanted, status=None if status is None else [status])
+    if wanted.is_in_list and not text:
+        listed, by = wanted.query(), wanted.listed_by
+        next_listed = listed.where(*ids.conditions(by)).order_by(ids.order(by)).limit(limit)
+        return SearchResult(list(conn.scalars(next_listed)))
     table, by = wanted.table, wanted.order
     indexed, within = _indexed_by(wanted, status)
     searched = _has_text(text, table) if text else []

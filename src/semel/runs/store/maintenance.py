@@ -461,6 +461,7 @@ WHERE {which(w, "r.id")} AND {which(w, "e.run_id")}"""
 
         self._writes = [
             Statement(lambda w: _UNCOUNT.format(ended=ended(w))),
+            Statement(lambda w: _UNLIST.format(ended=ended(w))),
             Statement(lambda w: _NOTE_FILES.format(ended=ended(w), id=w.as_text("r.id"), noted=noted)),
             Statement(lambda w: f"DELETE FROM semel_outbox WHERE {which(w, 'run_id')}"),
             Statement(lambda w: f"DELETE FROM semel_jobs WHERE {which(w, 'run_id')}"),
@@ -481,6 +482,9 @@ INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us)
 SELECT r.tenant, r.model, r.facet, e.status, -count(*), -CAST(sum(
     CASE WHEN e.status = 'SUCCEEDED' THEN e.ended_us - coalesce(e.started_us, e.began_us) ELSE 0 END) AS bigint)
 {{ended}} AND (r.queue <> '{INTERNAL_QUEUE}' OR r.user_id <> '') GROUP BY r.tenant, r.model, r.facet, e.status"""
+_UNLIST = """
+DELETE FROM semel_unsuccessful WHERE (tenant, user_id, status, run_id) IN (
+  SELECT r.tenant, r.user_id, e.status, r.id {ended} AND e.status <> 'SUCCEEDED' AND r.user_id <> '')"""
 _NOTE_FILES = f"""
 INSERT INTO semel_removals (prefix, has_files) SELECT {{id}}, {_HAS_FILES}
 {{ended}} AND {{noted}} ON CONFLICT (prefix) DO NOTHING"""

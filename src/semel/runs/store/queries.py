@@ -18,6 +18,7 @@ from sqlalchemy import (
     CompoundSelect,
     Connection,
     FromClause,
+    Select,
     Table,
     Uuid,
     and_,
@@ -45,6 +46,7 @@ from semel.db.schema import (
     runs,
     steps,
     submitted,
+    unsuccessful,
     workers,
 )
 from semel.runs.store.pauses import why_paused
@@ -93,6 +95,7 @@ _FIRST_LOOK = 2000
 """How many runs a list looks at one by one, before it searches for those that meet its filter."""
 _FEW = 1000
 """Up to so many runs of a model, those in a status are searched for among them, not among all in that status."""
+_UNSUCCESSFUL = {"FAILED", "CANCELLED"}
 CLOCK_SKEW_US = 3600 * MICRO
 """How far the clock of the host that made an id may be from the database's, which sets ``created_us``."""
 
@@ -202,6 +205,41 @@ class Filter(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     def _asks_for_state(self) -> bool:
         return self.status is not None or self.stalled or self.worker is not None or self.error is not None
 
+    @property
+    def listed_by(self) -> ColumnElement[str]:
+        """The id by which :meth:`query` lists these runs."""
+        return unsuccessful.c.run_id if self.lists_unsuccessful else self.order
+
+    @property
+    def lists_unsuccessful(self) -> bool:
+        """Whether these are runs of one user that failed or were cancelled, of which there is a list for each user."""
+        return bool(self.user) and bool(self.status) and _UNSUCCESSFUL.issuperset(self.status or ())
+
+    @property
+    def _beyond_list(self) -> Filter | None:
+        """What else is asked of runs in such a list, if anything is."""
+        rest = msgspec.structs.replace(self, user=None, status=None)
+        return None if rest == Filter(tenant=self.tenant, inline=self.inline, real_time=self.real_time) else rest
+
+    @property
+    def is_in_list(self) -> bool:
+        """Whether such a list has these runs without many others between them: all, or those of a time."""
+        rest = msgspec.structs.replace(self, since_us=None, until_us=None)
+        return self.lists_unsuccessful and rest._beyond_list is None
+
+    def query(self) -> Select[tuple[str]]:
+        """The ids of these runs."""
+        if not self.lists_unsuccessful:
+            return select(self.table.c.id).where(*self.conditions(self.table))
+        whose = (unsuccessful.c.tenant == self._value(self.tenant), unsuccessful.c.user_id == self._value(self.user))
+        states = [literal(status, literal_execute=True) for status in self.status or ()]
+        state = unsuccessful.c.status == states[0] if len(states) == 1 else unsuccessful.c.status.in_(states)
+        query = select(unsuccessful.c.run_id).where(*whose, state)
+        if (rest := self._beyond_list) is None:
+            return query
+        table = rest.table
+        return query.join(table, table.c.id == unsuccessful.c.run_id).where(*rest.conditions(table))
+
     def without_state(self) -> Filter:
         """The same without conditions on the state of a run."""
         return msgspec.structs.replace(self, status=None, stalled=False, worker=None, error=None)
@@ -263,7 +301,7 @@ class Filter(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         wanted = {name: msgspec.json.encode([value]).decode() for name, value in (self.parameters or {}).items()}
         return [_HasParameter(table.c.parameters, literal(name), literal(value)) for name, value in wanted.items()]
 
-    def _value(self, name: str) -> Any:
+    def _value(self, name: Any) -> Any:
         return literal(name, literal_execute=True) if self.inline else name
 
 
@@ -422,9 +460,8 @@ def next_ids(conn: Connection, wanted: Filter, before: str | None, limit: int) -
 
 def count_matching(conn: Connection, wanted: Filter) -> int:
     """How many runs meet the filter. Looks at each of them."""
-    bounds = _within(wanted.order, wanted.first_id, wanted.last_id)
-    query = select(func.count()).select_from(wanted.table).where(*wanted.conditions(wanted.table), *bounds)
-    return conn.scalar(query) or 0
+    bounds = _within(wanted.listed_by, wanted.first_id, wanted.last_id)
+    return conn.scalar(select(func.count()).select_from(wanted.query().where(*bounds).subquery())) or 0
 
 
 def _find(conn: Connection, wanted: Filter, before: str | None, limit: int, count: int | None) -> list[str]:
@@ -433,7 +470,7 @@ def _find(conn: Connection, wanted: Filter, before: str | None, limit: int, coun
     Where an index has the runs in the order of their ids, it is read. Else the newest runs are looked at one by one,
     and if too few of them meet the filter, the rest is searched, from the newest down. ``count``: of the model's runs.
     """
-    few = count is not None and count <= _FEW
+    few = count is not None and count <= _FEW and not wanted.lists_unsuccessful
     if not few and (wanted.table is not submitted or _has_index(conn, wanted)):
         return _ids_in(conn, wanted, wanted.first_id, before, limit)
     if few:
@@ -461,10 +498,9 @@ def _within(column: ColumnElement[str], first: Any, before: Any) -> list[Any]:
 
 def _ids_in(conn: Connection, wanted: Filter, first: str | None, before: str | None, limit: int) -> list[str]:
     """The newest ids from ``first`` to before ``before`` of runs that meet the filter."""
-    bounds = [each and literal(each, wanted.order.type, literal_execute=wanted.inline) for each in (first, before)]
-    within = _within(wanted.order, *bounds)
-    query = select(wanted.table.c.id).where(*wanted.conditions(wanted.table), *within)
-    return list(conn.scalars(query.order_by(wanted.order.desc()).limit(limit)))
+    by = wanted.listed_by
+    bounds = [each and literal(each, by.type, literal_execute=wanted.inline) for each in (first, before)]
+    return list(conn.scalars(wanted.query().where(*_within(by, *bounds)).order_by(by.desc()).limit(limit)))
 
 
 def _look(conn: Connection, wanted: Filter, before: str | None, limit: int) -> tuple[list[str], str | None]:
