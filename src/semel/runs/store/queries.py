@@ -95,7 +95,7 @@ _FIRST_LOOK = 2000
 """How many runs a list looks at one by one, before it searches for those that meet its filter."""
 _FEW = 1000
 """Up to so many runs of a model, those in a status are searched for among them, not among all in that status."""
-_UNSUCCESSFUL = {"FAILED", "CANCELLED"}
+_UNSUCCESSFUL = TERMINAL - {"SUCCEEDED"}
 CLOCK_SKEW_US = 3600 * MICRO
 """How far the clock of the host that made an id may be from the database's, which sets ``created_us``."""
 
