@@ -1,15 +1,16 @@
 """B26: a rerun says what drifted before it runs, and whether the result is the same after; runs are compared."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from acceptance.project import Project
-from semel import Drifted, IllegalTransition, KeyReused, Quota, QuotaExceeded, RunNotFound
+from semel import App, Drifted, IllegalTransition, KeyReused, Quota, QuotaExceeded, RunNotFound
 from semel._concurrency.sync import run_sync
-from semel.runs.diff import SECTIONS, compare, compare_results
+from semel.runs.diff import SECTIONS, ResultComparison, compare, compare_results
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import Manifest
 from support.databases import DATABASES, Databases, TestDatabase
@@ -62,8 +63,14 @@ def test_b26_drift_is_told_before_the_run_is_stored_and_strict_refuses(project: 
             app.rerun(first.id, strict=True)
         assert refused.value.drift == drift
         assert [run.id for run in app.runs(model="forecast").runs] == [first.id], "nothing was stored"
-        rerun = app.rerun(first.id)
+        rerun = app.rerun(first.id, idempotency_key="once")
         assert rerun.drift == drift
+        sent_again = app.rerun(first.id, strict=True, idempotency_key="once")
+        assert (sent_again.run.id, sent_again.run.replayed) == (rerun.run.id, True), "it was stored before"
+        with pytest.raises(KeyReused):
+            app.rerun(first.id, parameters={"x": 9.0}, strict=True, idempotency_key="once")
+        with pytest.raises(Drifted):
+            app.rerun(first.id, strict=True, idempotency_key="another")
         again = app.wait(rerun.run.id, timeout=60)
     result = app.diff(first.id, again.id).result
     assert result.verdict == "differs"
@@ -176,6 +183,42 @@ def test_b26_a_diff_is_sorted_by_what_most_likely_explains_a_difference() -> Non
     ]
     assert by_name["code"].lines[-1] == "++1"
     assert {"branch", "run_id"} <= {each.path for each in by_name["details"].differences}
+
+
+def test_b26_results_that_json_cannot_tell_apart_differ(database: TestDatabase) -> None:
+    app, values = database.app, {"nan": float("nan"), "inf": float("inf"), "none": None, "again": float("nan")}
+
+    @app.model("diverge", isolation="thread")
+    def diverge(kind: str) -> dict[str, float | None]:
+        return {"loss": values[kind]}
+
+    with app.working(processes=0, threads=1):
+        runs = {kind: app.wait(app.submit("diverge", {"kind": kind}).id, timeout=60).id for kind in values}
+    verdicts = {(a, b): app.compare_results(runs[a], runs[b]).verdict for a in runs for b in runs}
+    assert verdicts == {(a, b): "same" if a == b or {a, b} == {"nan", "again"} else "differs" for a, b in verdicts}
+    assert "NaN" in app.diff(runs["nan"], runs["none"]).result.message
+
+
+_SAME = ResultComparison(verdict="same", message="same result")
+
+
+def test_b26_patches_of_very_many_lines_are_not_compared_line_by_line() -> None:
+    def code(first: str) -> dict[str, Any]:
+        return {"git": {"patch": first + "+1\n+2\n" * 5000, "patch_digest": first, "commit": "c", "untracked": {}}}
+
+    one, other = (Manifest(run_id=name, model="m", environment={}, code=code(f"+{name}\n")) for name in "ab")
+    (section,) = [each for each in compare(one, other, _SAME).sections if each.name == "code"]
+    assert [each.path for each in section.differences] == ["patch_digest"]
+    assert section.lines == ["the patches differ; one has more than 2,000 lines, too many to compare"]
+
+
+def test_b26_a_model_that_nobody_has_any_more_is_said_to_be_gone(project: Project) -> None:
+    with project.worker():
+        first = project.run()
+    with closing(App(project.url, artifacts=project.artifacts)) as without:
+        drift = without.drift(first.id)
+    said = "no live worker has the model, and neither has this process"
+    assert [each.unknown for each in drift.sections if each.name == "code"] == [f"B: {said}"]
 
 
 def test_b26_numbers_are_compared_by_their_relative_difference() -> None:

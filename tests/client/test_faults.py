@@ -61,6 +61,23 @@ def test_whatever_is_lost_one_run_comes_of_one_submission(
     assert run.replayed is (loss in {"lost answer", "cut answer", "cut head"})
 
 
+def test_a_rerun_and_an_action_whose_answers_are_lost_are_done_once(
+    far: ClientDriver, line: FaultyServer, service: TestServer
+) -> None:
+    first = far.submit_and_wait("add", {"a": 1}, timeout=PATIENCE)
+    line.faults = [faulty_server.lose_the_answer] * 2
+    rerun = far.rerun(first.run_id).run
+    assert rerun.replayed
+    assert far.rerun(first.run_id, idempotency_key=rerun.idempotency_key).run.run_id == rerun.run_id
+    again = [run.id for run in service.app.runs(model="add", limit=1000).runs if run.rerun_of == first.run_id]
+    assert again == [rerun.run_id]
+    line.faults = [faulty_server.lose_the_answer] * 2
+    done_before = len(service.app.actions(limit=1000))
+    action = far.act("cancel", queue="nobody", idempotency_key=f"once-{uuid4()}")
+    assert action.action_id is not None
+    assert len(service.app.actions(limit=1000)) == done_before + 1
+
+
 FINAL: dict[str, tuple[faulty_server.Fault, type[Exception]]] = {
     "conflict": (problem(409, "IDEMPOTENCY_KEY_CONFLICT", retryable=True), KeyReused),
     "quota": (problem(429, "QUOTA_EXCEEDED"), QuotaExceeded),

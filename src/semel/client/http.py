@@ -236,7 +236,8 @@ class HttpSession:
     ) -> Answer:
         """The response if it is one of success or 304, else its error is raised; ``about_run``: 404 is RunNotFound."""
         if body is not None:
-            request |= json_body(body)
+            written = json_body(body)
+            request |= written | {"headers": {**written["headers"], **request.get("headers", {})}}
 
         async def attempt() -> Answer | httpx.TransportError:
             return await self.try_once(method, path, timeout or self.timeout, **request)

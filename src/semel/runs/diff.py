@@ -21,6 +21,8 @@ MAX_VALUE = 300
 """Characters of a value that are shown."""
 MAX_LINES = 400
 """Lines of two patches that are shown."""
+MAX_COMPARED_LINES = 2000
+"""Lines of a patch that is compared with another line by line: with more, similar lines would take many seconds."""
 MISSING = object()
 
 Kind: TypeAlias = Literal["changed", "only in A", "only in B"]
@@ -205,6 +207,8 @@ def _patch_lines(a: str, b: str) -> list[str]:
     """The lines in which two patches differ."""
     if a == b:
         return []
+    if max(a.count("\n"), b.count("\n")) > MAX_COMPARED_LINES:
+        return [f"the patches differ; one has more than {MAX_COMPARED_LINES:,} lines, too many to compare"]
     found = difflib.unified_diff(a.splitlines(), b.splitlines(), "uncommitted in A", "uncommitted in B", "", "", 2, "")
     lines = [line for line, _ in zip(found, range(MAX_LINES + 1), strict=False)]
     return [*lines[:MAX_LINES], "…"] if len(lines) > MAX_LINES else lines

@@ -62,7 +62,7 @@ from semel.runs.store.audit_log import AuditFilter, AuditPage
 from semel.runs.store.maintenance import Removal
 from semel.runs.store.manifests import manifest_of, with_recorded
 from semel.runs.store.queries import Backlog, Filter
-from semel.runs.store.submit import Answer, Created, Existing, JobDetails, Submission, one_of_each_group
+from semel.runs.store.submit import Answer, Created, Existing, JobDetails, Submission, one_of_each_group, recognised
 from semel.runs.submission import (
     BulkBuilder,
     SubmissionBuilder,
@@ -585,7 +585,7 @@ class RunEngine:
         their results are the same.
         """
         one, other = await self.manifest(a, tenant=tenant), await self.manifest(b, tenant=tenant)
-        return compare(one, other, await self.compare_results(a, b, tenant=tenant))
+        return await self.store.run_blocking(compare, one, other, await self.compare_results(a, b, tenant=tenant))
 
     async def compare_results(self, a: str, b: str, *, tenant: str | None = None) -> ResultComparison:
         """Whether two runs have the same result, by its digest; for numbers in it, the largest relative difference."""
@@ -595,11 +595,21 @@ class RunEngine:
             has = "have no results" if len(without) == 2 else "has no result"
             return ResultComparison(verdict="unknown", message=f"{' and '.join(without)} {has}")
         if runs[0].result_digest == runs[1].result_digest:
-            return ResultComparison(verdict="same", message="same result")
+            return await self._compare_exactly(*runs)
         if max(run.result_size or 0 for run in runs) > MAX_COMPARED:
             return ResultComparison(verdict="differs", message="the results differ, and are too large to compare")
         texts = [await self.result_json(run.id) for run in runs]
         return await self.store.run_blocking(compare_results, *texts)
+
+    async def _compare_exactly(self, a: Run, b: Run) -> ResultComparison:
+        """Compare two results that are the same as JSON, which has null for NaN and infinity."""
+        found = [await self.store.read(queries.result, run.id, None) for run in (a, b)]
+        if any(each is not None and each[2] is not None for each in found):
+            one, other = [await self.result_json(run.id, exact=True) for run in (a, b)]
+            if one != other:
+                message = "the results differ where JSON has null: in NaN, infinity or None"
+                return ResultComparison(verdict="differs", message=message)
+        return ResultComparison(verdict="same", message="same result")
 
     async def drift(self, run_id: str, *, tenant: str | None = None) -> Drift:
         """What changed since the run's last attempt (code, data, packages, Python), of what a rerun would run with.
@@ -618,7 +628,9 @@ class RunEngine:
         if now is None:
             parts = await self.store.run_blocking(collector.parts, list(self.registry))
             now = manifests.recorded_here(parts, run.model)
-        sections = find_drift(before, with_recorded(manifest_of(run), now))
+        unknown = "no live worker has the model, and neither has this process"
+        there = with_recorded(msgspec.structs.replace(manifest_of(run), missing=unknown), now)
+        sections = await self.store.run_blocking(find_drift, before, there)
         if gone := await self._missing_data(run):
             sections.insert(0, Section(name="data", unknown=gone))
         return Drift(compared_with=name, sections=sections)
@@ -648,15 +660,14 @@ class RunEngine:
 
         It has the same model, parameters, seed, data, user and queue; ``parameters`` replaces some of them, and
         ``seed`` the seed. Its key and its place in the quota are its own. ``rerun.drift`` is what had changed before it
-        was stored (see :meth:`drift`); if there is anything, ``strict`` raises ``Drifted`` and stores nothing.
+        was stored (see :meth:`drift`); if there is anything, ``strict`` raises ``Drifted`` and stores nothing, unless
+        the key has its run already.
         ``by`` is who the audit log says did it: by default the user of this process.
         """
         run = await self.get(run_id, tenant=tenant)
         if refusal := run.rerun_refusal:
             raise IllegalTransition(refusal)
         drift = await self.drift(run.id)
-        if strict and drift.any:
-            raise refused(run.id, drift)
         changed = bool(parameters) and seed is None  # then only the parameters are to differ
         options = SubmitOptions(
             idempotency_key=idempotency_key,
@@ -669,8 +680,27 @@ class RunEngine:
             seed=run.actual_seed if changed else run.seed if seed is None else seed,
         )
         asked = {**run.parameters, **(parameters or {})}
+        if strict and drift.any:
+            before = await self._known_rerun(run, asked, options)
+            if before is None:
+                raise refused(run.id, drift)
+            return Rerun(before, drift)
         who = _who(by)
         return Rerun(await self.submit_run(run.model, asked, options, rerun_of=run.id, by=who), drift)
+
+    async def _known_rerun(self, run: Run, parameters: Mapping[str, Any], options: SubmitOptions) -> Run | None:
+        """The run that the key has already: what was refused since was stored before."""
+        build = partial(self._builder.submission, run.model, parameters, options, rerun_of=run.id)
+        submission = await self.store.run_blocking(build)
+        known = await self.store.read(recognised, [submission], self.store.statement_context)
+        answer = known.get(submission.id)
+        if answer is None:
+            return None
+        found = answer.run if isinstance(answer, Existing) else None
+        known_run = run_of_answer(submission, answer, {} if found is None else {found.id: found})
+        if isinstance(known_run, SemelError):
+            raise known_run
+        return known_run
 
     async def logs(
         self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None
