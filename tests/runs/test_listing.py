@@ -110,12 +110,12 @@ def test_what_did_not_succeed_is_listed_for_each_user(app: App, clock: FakeClock
             made[-1] = app.cancel(made[-1].id, tenant=tenant)
     statuses = ("FAILED", "CANCELLED", ["FAILED", "CANCELLED"], ["SUCCEEDED", "CANCELLED"])
     times = (None, made[9].created_at)
-    asked = [*product(("ann", "bob", "zoe"), ("", "acme"), statuses, (None, "work"), (None, "slow"), times)]
-    for number, (user, tenant, status, model, queue, since) in enumerate(asked):
+    asked = [*product(("ann", "bob"), ("", "acme"), statuses, (None, "work"), (None, "slow"), times)]
+    for number, (user, tenant, status, model, queue, since) in enumerate(asked[::3]):
         wanted = {"user": user, "tenant": tenant, "status": status, "model": model, "queue": queue, "since": since}
         found, cursor = [], None
         while True:
-            page = app.runs(**wanted, limit=(1, 3, 100)[number % 3], cursor=cursor)
+            page = app.runs(**wanted, limit=(2, 5, 100)[number % 3], cursor=cursor)
             found += ids(page.runs)
             cursor = page.next
             if cursor is None:
