@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
@@ -250,7 +251,9 @@ def path_of(leaves: Sequence[bytes], index: int) -> list[bytes]:
 
 
 def root_by_path(leaf: bytes, index: int, count: int, path: Iterable[bytes]) -> bytes | None:
-    """The root that an inclusion proof leads to; None if the proof has too few or too many hashes."""
+    """The root that an inclusion proof leads to; None if the proof has too few or too many hashes, or no such index."""
+    if not 0 <= index < count:
+        return None
     beside = iter(path)
     while count > 1:
         if index % 2 or index + 1 < count:
@@ -553,11 +556,16 @@ class Signatures:
         return True
 
 
+Seals: TypeAlias = dict[str, Mapping[str, Any]]
+"""The seals of a proof, by their digests."""
+
+
 def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None, keys: Sequence[bytes]) -> Verified:
     """Verify the proof of a run: a line for each attempt that is sealed, and perhaps the seals after them."""
     signatures = Signatures()
     rows = signed = 0
-    seals: dict[str, Mapping[str, Any]] = {}
+    seals: Seals = {}
+    own: set[str] = set()
     previous: str | None = None
     for line in lines:
         seal = line["seal"]
@@ -565,9 +573,13 @@ def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None
         if seal["digest"] not in seals and seal.get("public_key") is not None:
             signed += signatures.check(seal, keys)
         _require(not keys or seal.get("public_key") is not None, f"seal {seal['number']}", "it is not signed")
-        seals[seal["digest"]] = seal
-        if "key" in line:
+        same = seals.setdefault(seal["digest"], seal)
+        _require(same == seal, f"seal {seal['number']}", "it has two signatures")
+        if "key" not in line:
+            _require(line.keys() == {"seal"}, f"seal {seal['number']}", "beside it is an attempt without its key")
+        else:
             _check_path(line, seal)
+            own.add(seal["digest"])
             _require(
                 line["attempt"]["run_id"] == run, "the proof", f"it is one of run {line['attempt']['run_id']}, too"
             )
@@ -575,7 +587,9 @@ def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None
             previous = line["attempt"]["digest"]
             rows += 2
     _require(rows > 0, "the proof", "it is cut off: it has no attempt")
-    _check_reach(seals, head)
+    _check_order(seals)
+    if head is not None:
+        _check_reach(seals, own, head)
     newest = max(seals.values(), key=lambda each: int(each["number"]))
     return Verified(len(seals), rows, 0, 0, 0, signed, newest["digest"], run)
 
@@ -588,16 +602,45 @@ def _check_path(line: Mapping[str, Any], seal: Mapping[str, Any]) -> None:
     _require(root is not None and root.hex() == seal["root"], where, "it does not lead to the root of the seal")
 
 
-def _check_reach(seals: Mapping[str, Mapping[str, Any]], head: str | None) -> None:
-    """Raise unless the kept head is that of the newest seal, and each seal is one of those before it."""
-    if head is None:
-        return
-    at: str | None = head
-    reached = set()
-    while at is not None and at in seals:
-        reached.add(at)
-        at = seals[at].get("previous")
-    _require(reached == seals.keys(), "the proof", "its seals do not lead to the kept head")
+def _check_order(seals: Seals) -> None:
+    """Raise if a seal does not follow the one before it; where that one is not in the proof, it cannot be told."""
+    for before, seal in pairwise(_by_number(seals)):
+        number, where = seal["number"], f"seal {seal['number']}"
+        _require(number != before["number"], where, "the proof has two of this number")
+        follows = number > before["number"] + 1 or seal.get("previous") == before["digest"]
+        _require(follows, where, "it does not follow the seal before it, which is forged or was replaced")
+
+
+def _check_reach(seals: Seals, own: set[str], head: str) -> None:
+    """Raise unless the seals lead back from the newest one without a gap, past the kept head, to those of the run."""
+    numbers = [int(seal["number"]) for seal in _by_number(seals)]
+    if head not in seals and seals.keys() == own:
+        raise CannotVerify("the proof has no seals up to the kept head: make it with --chain")
+    if head not in seals:
+        of = f"none of the proof's seals {numbers[0]} to {numbers[-1]}"
+        raise CannotVerify(f"the kept head is {of}: it is of another seal, or the history was rewritten")
+    last = max(int(seals[each]["number"]) for each in own)
+    if last > seals[head]["number"]:
+        raise CannotVerify(f"the kept head is older than seal {last}, which has an attempt of the run")
+    missing = next((before + 1 for before, number in pairwise(numbers) if number > before + 1), None)
+    if missing is not None:
+        raise CannotVerify(f"the proof does not have seal {missing}: make it with --chain")
+    _require(own <= _reached([head], seals), "the proof", "its seals do not lead to the kept head")
+
+
+def _by_number(seals: Seals) -> list[Mapping[str, Any]]:
+    return sorted(seals.values(), key=lambda seal: int(seal["number"]))
+
+
+def _reached(digests: Iterable[str], seals: Seals) -> set[str]:
+    """The seals with these digests, and all that are reached by going back from them."""
+    reached: set[str] = set()
+    for digest in digests:
+        at: str | None = digest
+        while at is not None and at in seals and at not in reached:
+            reached.add(at)
+            at = seals[at].get("previous")
+    return reached
 
 
 def verify(
