@@ -500,6 +500,7 @@ def digests_of(line: Mapping[str, Any], key: bytes, where: str) -> tuple[bytes, 
     """The digests of what was submitted and of the attempt. Raises where the chain of the run is broken."""
     if "purge" in line:
         purge = line["purge"]
+        _require(not {"run", "attempt"} & line.keys(), where, "beside the purge is an attempt, which no digest covers")
         _require(key == key_of(purge["id"], 0), where, "the purge has another id")
         return ZEROS, sha256(_encoded("purge", purge, where)).digest()
     run, attempt = line.get("run"), line.get("attempt")
@@ -578,6 +579,7 @@ def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None
         if "key" not in line:
             _require(line.keys() == {"seal"}, f"seal {seal['number']}", "beside it is an attempt without its key")
         else:
+            _require("attempt" in line, "the proof", "it has a leaf that is none of an attempt")
             _check_path(line, seal)
             own.add(seal["digest"])
             _require(

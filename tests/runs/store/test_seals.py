@@ -820,3 +820,27 @@ def test_a_seal_that_was_made_anew_is_noticed_by_the_one_after_it(database: Test
         row |= {"digest": digest.hex(), "signature": KEY.sign(digest).hex()}
         conn.execute(update(seals).where(seals.c.number == 1).values(row))
         assert "seal 2: it does not follow the seal before it" in place(conn)
+
+
+def test_a_forged_attempt_beside_a_purge_that_is_sealed_does_not_verify(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        database.finish(database.submit())
+        database.clock.advance(100)
+        assert database.app.purge(50) == 1
+        assert seal(database) is not None
+        with behind_its_back(database) as conn:
+            lines = list(sealing.export(conn))
+    sealed = next(line["seal"] for line in lines if "seal" in line)
+    leaves = [line for line in lines if "content" in line]
+    at = next(at for at, line in enumerate(leaves) if "purge" in line)
+    hashes = [audit.leaf_hash(*(bytes.fromhex(line[name]) for name in ("key", "content"))) for line in leaves]
+    run_id = new_id()
+    attempt = {"run_id": run_id, "version": 3, "status": "SUCCEEDED", "result": "1", "digest": "00" * 32}
+    forged = {"key": leaves[at]["key"], "seal": sealed, "index": at, "purge": leaves[at]["purge"]}
+    forged |= {"path": [each.hex() for each in audit.path_of(hashes, at)], "run": {"id": run_id}, "attempt": attempt}
+    with pytest.raises(NotAsSealed):
+        audit.verify(map(json.dumps, [{"proof": f"semel run {run_id}", "version": 1}, forged]), keys=[PUBLIC])
+    shown = [line | {"attempt": attempt} if "purge" in line and "key" in line else line for line in lines]
+    with pytest.raises(NotAsSealed, match="beside the purge is an attempt"):
+        audit.verify(map(json.dumps, shown), keys=[PUBLIC])
