@@ -561,7 +561,9 @@ Seals: TypeAlias = dict[str, Mapping[str, Any]]
 """The seals of a proof, by their digests."""
 
 
-def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None, keys: Sequence[bytes]) -> Verified:
+def _verify_proof(
+    run: str, lines: Iterator[Mapping[str, Any]], head: str | None, keys: Sequence[bytes], signed_from: int
+) -> Verified:
     """Verify the proof of a run: a line for each attempt that is sealed, and perhaps the seals after them."""
     signatures = Signatures()
     rows = signed = 0
@@ -573,7 +575,8 @@ def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None
         check_seal(seal)
         if seal["digest"] not in seals and seal.get("public_key") is not None:
             signed += signatures.check(seal, keys)
-        _require(not keys or seal.get("public_key") is not None, f"seal {seal['number']}", "it is not signed")
+        elif keys and seal.get("public_key") is None and seal["number"] >= signed_from:
+            raise NotAsSealed(f"seal {seal['number']}: it is not signed")
         same = seals.setdefault(seal["digest"], seal)
         _require(same == seal, f"seal {seal['number']}", "it has two signatures")
         if "key" not in line:
@@ -592,6 +595,8 @@ def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None
     _check_order(seals)
     if head is not None:
         _check_reach(seals, own, head)
+    if keys:
+        _check_signed(seals)
     newest = max(seals.values(), key=lambda each: int(each["number"]))
     return Verified(len(seals), rows, 0, 0, 0, signed, newest["digest"], run)
 
@@ -630,6 +635,15 @@ def _check_reach(seals: Seals, own: set[str], head: str) -> None:
     _require(own <= _reached([head], seals), "the proof", "its seals do not lead to the kept head")
 
 
+def _check_signed(seals: Seals) -> None:
+    """Raise unless each seal is signed, or one of those before a signed one."""
+    signed = [digest for digest, seal in seals.items() if seal.get("public_key") is not None]
+    others = [int(seals[each]["number"]) for each in seals.keys() - _reached(signed, seals)]
+    if others:
+        of = f"seal {min(others)} is not signed, and the proof does not lead to it from a signed one"
+        raise CannotVerify(f"{of}: make it with --chain, when there is one")
+
+
 def _by_number(seals: Seals) -> list[Mapping[str, Any]]:
     return sorted(seals.values(), key=lambda seal: int(seal["number"]))
 
@@ -650,7 +664,8 @@ def verify(
 ) -> Verified:
     """Verify the lines of an export or a proof. Raises :class:`NotAsSealed` with the first place that is wrong.
 
-    With ``keys``, all seals must be signed with one of them, or those from the number ``signed_from`` on.
+    With ``keys``, all seals must be signed with one of them, or those from the number ``signed_from`` on. A proof
+    must then lead from a signed one to those before it.
     """
     if head is not None and not re.fullmatch("[0-9a-f]{64}", head):
         raise CannotVerify(f"the head {head!r} is not one: it has 64 hexadecimal digits")
@@ -667,7 +682,7 @@ def verify(
         raise CannotVerify("this is neither an export nor a proof of semel")
     try:
         if "proof" in first:
-            return _verify_proof(str(first["proof"]).removeprefix("semel run "), others(), head, keys)
+            return _verify_proof(str(first["proof"]).removeprefix("semel run "), others(), head, keys, signed_from)
         verifier = Verifier(head=head, keys=keys, signed_from=signed_from)
         for line in others():
             verifier.take(line)
@@ -712,13 +727,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", nargs="?", default="-", help="An export or a proof; - reads standard input.")
     parser.add_argument("--head", help="A head that was kept elsewhere: it must be in the chain.")
     parser.add_argument("--key", action="append", default=[], help="The public key: hexadecimal digits, or a file.")
-    parser.add_argument("--signed-from", type=int, default=1, help="The number of the first seal that is signed.")
+    parser.add_argument("--signed-from", type=int, help="The number of the first seal that is signed.")
     given = parser.parse_args(arguments)
+    if given.signed_from is not None and not given.key:
+        parser.error("--signed-from needs --key, or it checks nothing")
     with ExitStack() as stack:
         try:
             keys = [read_key(each) for each in given.key]
             lines = sys.stdin.buffer if given.file == "-" else stack.enter_context(Path(given.file).open("rb"))
-            found = verify(lines, head=given.head and given.head.lower(), keys=keys, signed_from=given.signed_from)
+            signed_from = 1 if given.signed_from is None else given.signed_from
+            found = verify(lines, head=given.head and given.head.lower(), keys=keys, signed_from=signed_from)
             print(found)  # noqa: T201 -- a command
         except NotAsSealed as error:
             print(f"NOT AS SEALED: {error}", file=sys.stderr)  # noqa: T201

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from semel.cli._database import acting, ask
 from semel.cli._options import POSITIVE, TIME, argument, db_options, examples, group, json_option, option
@@ -100,6 +101,9 @@ def verify(
     """
     from semel import audit as checking
 
+    typed = click.get_current_context().get_parameter_source("signed_from") is not ParameterSource.DEFAULT
+    if typed and not keys:
+        raise click.UsageError("--signed-from needs --key, or it checks nothing")
     if file and log_heads:
         raise InvalidRequest("--log-head needs a database: a file does not have the log of what people did")
     try:

@@ -844,3 +844,42 @@ def test_a_forged_attempt_beside_a_purge_that_is_sealed_does_not_verify(database
     shown = [line | {"attempt": attempt} if "purge" in line and "key" in line else line for line in lines]
     with pytest.raises(NotAsSealed, match="beside the purge is an attempt"):
         audit.verify(map(json.dumps, shown), keys=[PUBLIC])
+
+
+def test_a_proof_from_before_there_was_a_key_leads_to_a_seal_that_is_signed(database: TestDatabase) -> None:
+    database.finish(old := database.submit())
+    heads = seal_times(database, 4, key=None)
+    database.finish(new := database.submit())
+    heads += seal_times(database, 2)
+    whole, alone = proof_of(database, old.id, chain=True), proof_of(database, old.id)
+    for head in (None, *heads):
+        assert audit.verify(whole, head=head, keys=[PUBLIC], signed_from=5).signed == 2
+    assert audit.verify(proof_of(database, new.id), keys=[PUBLIC], signed_from=5).signed == 1
+    for head in (None, heads[0]):
+        with pytest.raises(CannotVerify, match="seal 1 is not signed, and the proof does not lead to it from a signed"):
+            audit.verify(alone, head=head, keys=[PUBLIC], signed_from=5)
+    for signed_from in (1, 4):
+        with pytest.raises(NotAsSealed, match=r"seal \d: it is not signed"):
+            audit.verify(whole, keys=[PUBLIC], signed_from=signed_from)
+    with pytest.raises(NotAsSealed, match="seal 5: it is signed with another key"):
+        audit.verify(whole, keys=[bytes(32)], signed_from=5)
+
+
+def test_seals_made_anew_before_the_first_that_is_signed_do_not_verify_a_proof(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        database.finish(run := database.submit())
+        seal_times(database, 2, key=None)
+        seal_times(database, 1)
+        lines = [json.loads(line) for line in proof_of(database, run.id, chain=True)]
+    assert audit.verify(map(json.dumps, lines), keys=[PUBLIC], signed_from=3).signed == 1
+    first = made_anew(lines[1]["seal"], at_us=1)
+    second = made_anew(lines[2]["seal"], previous=first["digest"])
+    begin, attempt, _, signed = lines
+    forged = [begin, attempt | {"seal": first}, {"seal": second}]
+    with pytest.raises(NotAsSealed, match="seal 3: it does not follow the seal before it"):
+        audit.verify(map(json.dumps, [*forged, signed]), keys=[PUBLIC], signed_from=3)
+    apart = [begin, attempt | {"seal": first}, signed]
+    for file in (forged, apart):
+        with pytest.raises(CannotVerify, match="seal 1 is not signed"):
+            audit.verify(map(json.dumps, file), keys=[PUBLIC], signed_from=3)
