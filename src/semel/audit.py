@@ -9,9 +9,13 @@ semel or of a database is needed. docs/audit.md describes every byte that is has
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    sys.path.append(sys.path.pop(0))  # the script's folder: semel's has a types.py, as the standard library does
+
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
@@ -659,6 +663,12 @@ def _reached(digests: Iterable[str], seals: Seals) -> set[str]:
     return reached
 
 
+def check_head(head: str) -> None:
+    """Raise unless this has the form of a head."""
+    if not re.fullmatch("[0-9a-f]{64}", head):
+        raise CannotVerify(f"the head {head!r} is not one: it has 64 hexadecimal digits")
+
+
 def verify(
     lines: Iterable[str | bytes], *, head: str | None = None, keys: Sequence[bytes] = (), signed_from: int = 1
 ) -> Verified:
@@ -667,8 +677,8 @@ def verify(
     With ``keys``, all seals must be signed with one of them, or those from the number ``signed_from`` on. A proof
     must then lead from a signed one to those before it.
     """
-    if head is not None and not re.fullmatch("[0-9a-f]{64}", head):
-        raise CannotVerify(f"the head {head!r} is not one: it has 64 hexadecimal digits")
+    if head is not None:
+        check_head(head)
     parsed, at = _parsed(lines), 1
     first = next(parsed, None)
 
