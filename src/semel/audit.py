@@ -9,12 +9,17 @@ semel or of a database is needed. docs/audit.md describes every byte that is has
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    sys.path.append(sys.path.pop(0))  # the script's folder: semel's has a types.py, as the standard library does
+
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
@@ -250,7 +255,9 @@ def path_of(leaves: Sequence[bytes], index: int) -> list[bytes]:
 
 
 def root_by_path(leaf: bytes, index: int, count: int, path: Iterable[bytes]) -> bytes | None:
-    """The root that an inclusion proof leads to; None if the proof has too few or too many hashes."""
+    """The root that an inclusion proof leads to; None if the proof has too few or too many hashes, or no such index."""
+    if not 0 <= index < count:
+        return None
     beside = iter(path)
     while count > 1:
         if index % 2 or index + 1 < count:
@@ -497,6 +504,7 @@ def digests_of(line: Mapping[str, Any], key: bytes, where: str) -> tuple[bytes, 
     """The digests of what was submitted and of the attempt. Raises where the chain of the run is broken."""
     if "purge" in line:
         purge = line["purge"]
+        _require(not {"run", "attempt"} & line.keys(), where, "beside the purge is an attempt, which no digest covers")
         _require(key == key_of(purge["id"], 0), where, "the purge has another id")
         return ZEROS, sha256(_encoded("purge", purge, where)).digest()
     run, attempt = line.get("run"), line.get("attempt")
@@ -553,21 +561,34 @@ class Signatures:
         return True
 
 
-def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None, keys: Sequence[bytes]) -> Verified:
+Seals: TypeAlias = dict[str, Mapping[str, Any]]
+"""The seals of a proof, by their digests."""
+
+
+def _verify_proof(
+    run: str, lines: Iterator[Mapping[str, Any]], head: str | None, keys: Sequence[bytes], signed_from: int
+) -> Verified:
     """Verify the proof of a run: a line for each attempt that is sealed, and perhaps the seals after them."""
     signatures = Signatures()
     rows = signed = 0
-    seals: dict[str, Mapping[str, Any]] = {}
+    seals: Seals = {}
+    own: set[str] = set()
     previous: str | None = None
     for line in lines:
         seal = line["seal"]
         check_seal(seal)
         if seal["digest"] not in seals and seal.get("public_key") is not None:
             signed += signatures.check(seal, keys)
-        _require(not keys or seal.get("public_key") is not None, f"seal {seal['number']}", "it is not signed")
-        seals[seal["digest"]] = seal
-        if "key" in line:
+        elif keys and seal.get("public_key") is None and seal["number"] >= signed_from:
+            raise NotAsSealed(f"seal {seal['number']}: it is not signed")
+        same = seals.setdefault(seal["digest"], seal)
+        _require(same == seal, f"seal {seal['number']}", "it has two signatures")
+        if "key" not in line:
+            _require(line.keys() == {"seal"}, f"seal {seal['number']}", "beside it is an attempt without its key")
+        else:
+            _require("attempt" in line, "the proof", "it has a leaf that is none of an attempt")
             _check_path(line, seal)
+            own.add(seal["digest"])
             _require(
                 line["attempt"]["run_id"] == run, "the proof", f"it is one of run {line['attempt']['run_id']}, too"
             )
@@ -575,7 +596,11 @@ def _verify_proof(run: str, lines: Iterator[Mapping[str, Any]], head: str | None
             previous = line["attempt"]["digest"]
             rows += 2
     _require(rows > 0, "the proof", "it is cut off: it has no attempt")
-    _check_reach(seals, head)
+    _check_order(seals)
+    if head is not None:
+        _check_reach(seals, own, head)
+    if keys:
+        _check_signed(seals)
     newest = max(seals.values(), key=lambda each: int(each["number"]))
     return Verified(len(seals), rows, 0, 0, 0, signed, newest["digest"], run)
 
@@ -588,16 +613,60 @@ def _check_path(line: Mapping[str, Any], seal: Mapping[str, Any]) -> None:
     _require(root is not None and root.hex() == seal["root"], where, "it does not lead to the root of the seal")
 
 
-def _check_reach(seals: Mapping[str, Mapping[str, Any]], head: str | None) -> None:
-    """Raise unless the kept head is that of the newest seal, and each seal is one of those before it."""
-    if head is None:
-        return
-    at: str | None = head
-    reached = set()
-    while at is not None and at in seals:
-        reached.add(at)
-        at = seals[at].get("previous")
-    _require(reached == seals.keys(), "the proof", "its seals do not lead to the kept head")
+def _check_order(seals: Seals) -> None:
+    """Raise if a seal does not follow the one before it; where that one is not in the proof, it cannot be told."""
+    for before, seal in pairwise(_by_number(seals)):
+        number, where = seal["number"], f"seal {seal['number']}"
+        _require(number != before["number"], where, "the proof has two of this number")
+        follows = number > before["number"] + 1 or seal.get("previous") == before["digest"]
+        _require(follows, where, "it does not follow the seal before it, which is forged or was replaced")
+
+
+def _check_reach(seals: Seals, own: set[str], head: str) -> None:
+    """Raise unless the seals lead back from the newest one without a gap, past the kept head, to those of the run."""
+    numbers = [int(seal["number"]) for seal in _by_number(seals)]
+    if head not in seals and seals.keys() == own:
+        raise CannotVerify("the proof has no seals up to the kept head: make it with --chain")
+    if head not in seals:
+        of = f"none of the proof's seals {numbers[0]} to {numbers[-1]}"
+        raise CannotVerify(f"the kept head is {of}: it is of another seal, or the history was rewritten")
+    last = max(int(seals[each]["number"]) for each in own)
+    if last > seals[head]["number"]:
+        raise CannotVerify(f"the kept head is older than seal {last}, which has an attempt of the run")
+    missing = next((before + 1 for before, number in pairwise(numbers) if number > before + 1), None)
+    if missing is not None:
+        raise CannotVerify(f"the proof does not have seal {missing}: make it with --chain")
+    _require(own <= _reached([head], seals), "the proof", "its seals do not lead to the kept head")
+
+
+def _check_signed(seals: Seals) -> None:
+    """Raise unless each seal is signed, or one of those before a signed one."""
+    signed = [digest for digest, seal in seals.items() if seal.get("public_key") is not None]
+    others = [int(seals[each]["number"]) for each in seals.keys() - _reached(signed, seals)]
+    if others:
+        of = f"seal {min(others)} is not signed, and the proof does not lead to it from a signed one"
+        raise CannotVerify(f"{of}: make it with --chain, when there is one")
+
+
+def _by_number(seals: Seals) -> list[Mapping[str, Any]]:
+    return sorted(seals.values(), key=lambda seal: int(seal["number"]))
+
+
+def _reached(digests: Iterable[str], seals: Seals) -> set[str]:
+    """The seals with these digests, and all that are reached by going back from them."""
+    reached: set[str] = set()
+    for digest in digests:
+        at: str | None = digest
+        while at is not None and at in seals and at not in reached:
+            reached.add(at)
+            at = seals[at].get("previous")
+    return reached
+
+
+def check_head(head: str) -> None:
+    """Raise unless this has the form of a head."""
+    if not re.fullmatch("[0-9a-f]{64}", head):
+        raise CannotVerify(f"the head {head!r} is not one: it has 64 hexadecimal digits")
 
 
 def verify(
@@ -605,10 +674,11 @@ def verify(
 ) -> Verified:
     """Verify the lines of an export or a proof. Raises :class:`NotAsSealed` with the first place that is wrong.
 
-    With ``keys``, all seals must be signed with one of them, or those from the number ``signed_from`` on.
+    With ``keys``, all seals must be signed with one of them, or those from the number ``signed_from`` on. A proof
+    must then lead from a signed one to those before it.
     """
-    if head is not None and not re.fullmatch("[0-9a-f]{64}", head):
-        raise CannotVerify(f"the head {head!r} is not one: it has 64 hexadecimal digits")
+    if head is not None:
+        check_head(head)
     parsed, at = _parsed(lines), 1
     first = next(parsed, None)
 
@@ -622,7 +692,7 @@ def verify(
         raise CannotVerify("this is neither an export nor a proof of semel")
     try:
         if "proof" in first:
-            return _verify_proof(str(first["proof"]).removeprefix("semel run "), others(), head, keys)
+            return _verify_proof(str(first["proof"]).removeprefix("semel run "), others(), head, keys, signed_from)
         verifier = Verifier(head=head, keys=keys, signed_from=signed_from)
         for line in others():
             verifier.take(line)
@@ -667,13 +737,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", nargs="?", default="-", help="An export or a proof; - reads standard input.")
     parser.add_argument("--head", help="A head that was kept elsewhere: it must be in the chain.")
     parser.add_argument("--key", action="append", default=[], help="The public key: hexadecimal digits, or a file.")
-    parser.add_argument("--signed-from", type=int, default=1, help="The number of the first seal that is signed.")
+    parser.add_argument("--signed-from", type=int, help="The number of the first seal that is signed.")
     given = parser.parse_args(arguments)
+    if given.signed_from is not None and not given.key:
+        parser.error("--signed-from needs --key, or it checks nothing")
     with ExitStack() as stack:
         try:
             keys = [read_key(each) for each in given.key]
             lines = sys.stdin.buffer if given.file == "-" else stack.enter_context(Path(given.file).open("rb"))
-            found = verify(lines, head=given.head and given.head.lower(), keys=keys, signed_from=given.signed_from)
+            signed_from = 1 if given.signed_from is None else given.signed_from
+            found = verify(lines, head=given.head and given.head.lower(), keys=keys, signed_from=signed_from)
             print(found)  # noqa: T201 -- a command
         except NotAsSealed as error:
             print(f"NOT AS SEALED: {error}", file=sys.stderr)  # noqa: T201

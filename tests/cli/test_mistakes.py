@@ -24,6 +24,7 @@ MISTAKES: dict[str, str] = {
     "submit": "semel submit: error: missing argument: MODEL",
     "submit --wait": "semel submit: error: missing argument: MODEL",
     "submit --cost -1": "semel submit: error: --cost: '-1' must be a number, 0 or greater",
+    "audit verify --signed-from 5": "semel audit verify: error: --signed-from needs --key, or it checks nothing",
 }
 """What is typed, and the last line of the refusal."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from semel.cli._database import acting, ask
 from semel.cli._options import POSITIVE, TIME, argument, db_options, examples, group, json_option, option
@@ -100,14 +101,20 @@ def verify(
     """
     from semel import audit as checking
 
+    typed = click.get_current_context().get_parameter_source("signed_from") is not ParameterSource.DEFAULT
+    if typed and not keys:
+        raise click.UsageError("--signed-from needs --key, or it checks nothing")
     if file and log_heads:
         raise InvalidRequest("--log-head needs a database: a file does not have the log of what people did")
     try:
+        kept = [each.lower() for each in log_heads]
+        for each in kept:
+            checking.check_head(each)
         known = [checking.read_key(each) for each in keys]
         with ExitStack() as stack:
             lines = _lines(file, db, stack)
             found = checking.verify(lines, head=head and head.lower(), keys=known, signed_from=signed_from)
-        log = None if file else _check_log(db, log_heads)
+        log = None if file else _check_log(db, kept)
     except checking.NotAsSealed as error:
         print_result(as_json, {"verified": False, "place": str(error)}, f"NOT AS SEALED: {error}")
         return 1
@@ -124,10 +131,10 @@ def verify(
     return 0
 
 
-def _check_log(db: str, heads: tuple[str, ...]) -> AuditCheck:
+def _check_log(db: str, heads: list[str]) -> AuditCheck:
     from semel.runs.store.audit_log import verify
 
-    return ask(db, lambda store: store.read(verify, [each.lower() for each in heads]))
+    return ask(db, lambda store: store.read(verify, heads))
 
 
 def _heads(log: AuditCheck) -> str:

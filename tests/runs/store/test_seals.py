@@ -521,7 +521,7 @@ def test_a_proof_of_a_run_verifies_on_its_own(database: TestDatabase) -> None:
                 assert forged != proof
                 with pytest.raises(NotAsSealed):
                     audit.verify(forged)
-        with pytest.raises(NotAsSealed, match="kept head"):
+        with pytest.raises(CannotVerify, match="kept head: make it with --chain"):
             audit.verify(proof, head="00" * 32)
         assert sealing.prove(conn, new_id()) == []
 
@@ -654,21 +654,133 @@ def test_a_head_is_64_digits() -> None:
         audit.verify(['{"export": 1}', '{"end": {"seals": 0}}'], head="5f0c…")
 
 
-def test_a_proof_with_the_later_seals_leads_to_a_kept_head(database: TestDatabase) -> None:
+def seal_times(database: TestDatabase, count: int, key: SigningKey | None = KEY) -> list[str]:
+    """Make so many seals, of a cancelled run and what has ended besides; returns their digests."""
+    made = []
+    for _ in range(count):
+        database.app.cancel(database.submit().id)
+        sealed = seal(database, key)
+        assert sealed is not None
+        made.append(sealed.digest)
+    return made
+
+
+def proof_of(database: TestDatabase, run_id: str, *, chain: bool = False) -> list[str]:
+    with behind_its_back(database) as conn:
+        return [json.dumps(line) for line in sealing.prove(conn, run_id, chain=chain)]
+
+
+def sealed_twice(database: TestDatabase) -> tuple[list[str], list[str]]:
+    """The proof, with its chain, of a run whose attempts are in the seals 2 and 4 of six; and the seals' digests."""
+    heads = seal_times(database, 1)
+    run = database.submit()
+    (attempt,) = database.lease()
+    assert database.end(attempt, "retry", reason="once")
+    heads += seal_times(database, 2)
+    (attempt,) = database.lease()
+    assert database.end(attempt)
+    heads += seal_times(database, 3)
+    return proof_of(database, run.id, chain=True), heads
+
+
+def test_a_proof_with_the_later_seals_leads_to_every_head_kept_since(database: TestDatabase) -> None:
+    before = seal_times(database, 1)
     run = database.submit()
     database.finish(run)
-    seal(database)
-    last = None
-    for _ in range(3):
-        database.finish(database.submit())
-        last = seal(database)
-    assert last is not None
-    with behind_its_back(database) as conn:
-        alone = [json.dumps(line) for line in sealing.prove(conn, run.id)]
-        whole = [json.dumps(line) for line in sealing.prove(conn, run.id, chain=True)]
-    assert audit.verify(whole, head=last.digest, keys=[PUBLIC]).seals == 4
-    with pytest.raises(NotAsSealed, match="kept head"):
-        audit.verify(alone, head=last.digest)
+    kept = seal_times(database, 4)
+    alone, whole = (proof_of(database, run.id, chain=chain) for chain in (False, True))
+    for head in kept:
+        found = audit.verify(whole, head=head, keys=[PUBLIC])
+        assert (found.rows, found.seals, found.head) == (2, 4, kept[-1])
+    assert audit.verify(alone, head=kept[0]).seals == 1
+    for head in kept[1:]:
+        with pytest.raises(CannotVerify, match="no seals up to the kept head: make it with --chain"):
+            audit.verify(alone, head=head)
+    for head in (*before, "00" * 32):
+        with pytest.raises(CannotVerify, match="the kept head is none of the proof's seals 2 to 5"):
+            audit.verify(whole, head=head)
+
+
+def test_a_head_verifies_a_proof_only_if_it_is_as_new_as_all_its_attempts(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        proof, heads = sealed_twice(database)
+    for head in heads[3:]:
+        assert audit.verify(proof, head=head).rows == 4
+    for head in heads[1:3]:
+        with pytest.raises(CannotVerify, match="the kept head is older than seal 4, which has an attempt of the run"):
+            audit.verify(proof, head=head)
+    for missing in (3, 5):
+        gap = [line for line in proof if json.loads(line).get("seal", {}).get("number") != missing]
+        assert len(gap) == len(proof) - 1
+        with pytest.raises(CannotVerify, match=f"the proof does not have seal {missing}: make it with --chain"):
+            audit.verify(gap, head=heads[3])
+
+
+def altered(value: Any) -> Iterator[Any]:
+    """The JSON value with one change, once for each number and text in it, and without each of its fields."""
+    match value:
+        case dict():
+            for name, each in value.items():
+                yield {other: value[other] for other in value if other != name}
+                yield from (value | {name: changed} for changed in altered(each))
+        case list():
+            for at, each in enumerate(value):
+                yield value[:at] + value[at + 1 :]
+                yield from ([*value[:at], changed, *value[at + 1 :]] for changed in altered(each))
+        case str():
+            yield f"{value[:-1]}{'1' if value.endswith('0') else '0'}"
+        case _:
+            yield value + 1
+
+
+def test_a_proof_in_which_anything_was_altered_does_not_verify_against_an_older_head(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        proof, heads = sealed_twice(database)
+    proof[0] = proof[0].replace(', "version": 1', "")  # it is usual
+    assert audit.verify(proof, head=heads[4]).seals == 5
+    tried = 0
+    for at, line in enumerate(proof):
+        for changed in altered(json.loads(line)):
+            forged = [*proof[:at], json.dumps(changed), *proof[at + 1 :]]
+            assert not verifies(forged, heads[4]), f"{changed} instead of {line}"
+            tried += 1
+    assert tried > 200
+
+
+def verifies(proof: list[str], head: str) -> bool:
+    try:
+        audit.verify(proof, head=head)
+    except (NotAsSealed, CannotVerify):
+        return False
+    return True
+
+
+def made_anew(seal: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The seal with other fields, and the digest of these."""
+    made = {name: value for name, value in seal.items() if name not in {"public_key", "signature"}} | changes
+    return made | {"digest": audit.seal_digest(made).hex()}
+
+
+def test_a_seal_made_anew_in_a_proof_is_noticed_with_and_without_a_head(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        proof, heads = sealed_twice(database)
+    lines = [json.loads(line) for line in proof]
+    for at, line in enumerate(lines[1:], 1):
+        forged = [*lines[:at], line | {"seal": made_anew(line["seal"], at_us=1)}, *lines[at + 1 :]]
+        with pytest.raises(NotAsSealed, match="it is not signed"):
+            audit.verify(map(json.dumps, forged), head=heads[3], keys=[PUBLIC])
+        if line["seal"]["number"] == 6:
+            continue  # without the key, nothing vouches for the newest
+        for head in (None, *heads[3:]):
+            with pytest.raises(NotAsSealed, match="it does not follow the seal before it"):
+                audit.verify(map(json.dumps, forged), head=head)
+    for changes in ({"number": 5}, {"number": 6}, {"number": 9, "previous": "00" * 32}):
+        added = [*lines, {"seal": made_anew(lines[-1]["seal"], **changes)}]
+        with pytest.raises((NotAsSealed, CannotVerify)):
+            audit.verify(map(json.dumps, added), head=heads[4])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 31])
@@ -708,3 +820,66 @@ def test_a_seal_that_was_made_anew_is_noticed_by_the_one_after_it(database: Test
         row |= {"digest": digest.hex(), "signature": KEY.sign(digest).hex()}
         conn.execute(update(seals).where(seals.c.number == 1).values(row))
         assert "seal 2: it does not follow the seal before it" in place(conn)
+
+
+def test_a_forged_attempt_beside_a_purge_that_is_sealed_does_not_verify(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        database.finish(database.submit())
+        database.clock.advance(100)
+        assert database.app.purge(50) == 1
+        assert seal(database) is not None
+        with behind_its_back(database) as conn:
+            lines = list(sealing.export(conn))
+    sealed = next(line["seal"] for line in lines if "seal" in line)
+    leaves = [line for line in lines if "content" in line]
+    at = next(at for at, line in enumerate(leaves) if "purge" in line)
+    hashes = [audit.leaf_hash(*(bytes.fromhex(line[name]) for name in ("key", "content"))) for line in leaves]
+    run_id = new_id()
+    attempt = {"run_id": run_id, "version": 3, "status": "SUCCEEDED", "result": "1", "digest": "00" * 32}
+    forged = {"key": leaves[at]["key"], "seal": sealed, "index": at, "purge": leaves[at]["purge"]}
+    forged |= {"path": [each.hex() for each in audit.path_of(hashes, at)], "run": {"id": run_id}, "attempt": attempt}
+    with pytest.raises(NotAsSealed):
+        audit.verify(map(json.dumps, [{"proof": f"semel run {run_id}", "version": 1}, forged]), keys=[PUBLIC])
+    shown = [line | {"attempt": attempt} if "purge" in line and "key" in line else line for line in lines]
+    with pytest.raises(NotAsSealed, match="beside the purge is an attempt"):
+        audit.verify(map(json.dumps, shown), keys=[PUBLIC])
+
+
+def test_a_proof_from_before_there_was_a_key_leads_to_a_seal_that_is_signed(database: TestDatabase) -> None:
+    database.finish(old := database.submit())
+    heads = seal_times(database, 4, key=None)
+    database.finish(new := database.submit())
+    heads += seal_times(database, 2)
+    whole, alone = proof_of(database, old.id, chain=True), proof_of(database, old.id)
+    for head in (None, *heads):
+        assert audit.verify(whole, head=head, keys=[PUBLIC], signed_from=5).signed == 2
+    assert audit.verify(proof_of(database, new.id), keys=[PUBLIC], signed_from=5).signed == 1
+    for head in (None, heads[0]):
+        with pytest.raises(CannotVerify, match="seal 1 is not signed, and the proof does not lead to it from a signed"):
+            audit.verify(alone, head=head, keys=[PUBLIC], signed_from=5)
+    for signed_from in (1, 4):
+        with pytest.raises(NotAsSealed, match=r"seal \d: it is not signed"):
+            audit.verify(whole, keys=[PUBLIC], signed_from=signed_from)
+    with pytest.raises(NotAsSealed, match="seal 5: it is signed with another key"):
+        audit.verify(whole, keys=[bytes(32)], signed_from=5)
+
+
+def test_seals_made_anew_before_the_first_that_is_signed_do_not_verify_a_proof(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        database.finish(run := database.submit())
+        seal_times(database, 2, key=None)
+        seal_times(database, 1)
+        lines = [json.loads(line) for line in proof_of(database, run.id, chain=True)]
+    assert audit.verify(map(json.dumps, lines), keys=[PUBLIC], signed_from=3).signed == 1
+    first = made_anew(lines[1]["seal"], at_us=1)
+    second = made_anew(lines[2]["seal"], previous=first["digest"])
+    begin, attempt, _, signed = lines
+    forged = [begin, attempt | {"seal": first}, {"seal": second}]
+    with pytest.raises(NotAsSealed, match="seal 3: it does not follow the seal before it"):
+        audit.verify(map(json.dumps, [*forged, signed]), keys=[PUBLIC], signed_from=3)
+    apart = [begin, attempt | {"seal": first}, signed]
+    for file in (forged, apart):
+        with pytest.raises(CannotVerify, match="seal 1 is not signed"):
+            audit.verify(map(json.dumps, file), keys=[PUBLIC], signed_from=3)
