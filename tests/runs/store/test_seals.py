@@ -28,8 +28,9 @@ from semel import audit
 from semel._concurrency.sync import run_sync
 from semel.audit import FORMS, CannotVerify, Form, NotAsSealed, Verified
 from semel.cli._database import engine_of
+from semel.db.errors import translate_errors
 from semel.db.schema import Digest, attempts, purges, seal_leaves, seals, submitted, unsealed
-from semel.errors import SemelError
+from semel.errors import SemelError, StoreUnavailable
 from semel.runs.store import seals as sealing
 from semel.runs.store.seals import Seal, SigningKey
 from semel.runs.types import new_id
@@ -794,9 +795,20 @@ def test_a_malformed_seal_is_named_by_what_cannot_follow_it(databases: Databases
             seal(database)
             database.write(f"UPDATE semel_seals SET {change}")  # type: ignore[arg-type]
             database.finish(database.submit())
-            with pytest.raises(SemelError, match="the newest seal, .*, is malformed: nothing can be sealed after it"):
+            with pytest.raises(SemelError, match=r"the newest seal, .*, is malformed: nothing can be sealed after it"):
                 seal(database)
             assert database.count("semel_unsealed") == 1, "it is not lost"
             database.write("DELETE FROM semel_seals")
             database.write("DELETE FROM semel_seal_leaves")
             database.write("DELETE FROM semel_unsealed")
+
+
+def test_text_that_is_not_utf_8_is_a_damaged_value_and_no_database_out_of_reach(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.finish(database.submit())
+        with behind_its_back(database) as conn:
+            conn.execute(text("UPDATE semel_attempts SET worker = CAST(x'ff' AS TEXT) || ' does not exist'"))
+            damaged = "a value in the column worker is damaged: it is text that is not UTF-8"
+            with pytest.raises(SemelError, match=damaged) as found, translate_errors():
+                conn.execute(select(attempts)).all()
+        assert not isinstance(found.value, StoreUnavailable), "or it would be tried again"

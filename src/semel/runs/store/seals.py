@@ -103,7 +103,7 @@ def _take(conn: Connection) -> list[bytes]:
 
 
 def malformed(conn: Connection) -> list[str]:
-    """The places of rows in the queue that semel did not write so, some of them: no run is named, none can be sealed."""
+    """The places of some rows of the queue that semel did not write so: they name no run, and cannot be sealed."""
     where = f"({_WELL_FORMED[conn.dialect.name]}) IS NOT TRUE LIMIT {_MALFORMED}"
     return list(conn.scalars(text(f"SELECT {_PLACES[conn.dialect.name]} FROM semel_unsealed WHERE {where}")))
 
@@ -201,7 +201,9 @@ def _write(conn: Connection, entries: Sequence[bytes], key: SigningKey | None, n
         row = _following(last, entries, key, now)
     except (ValueError, TypeError, struct.error) as error:
         number = None if last is None else last.number
-        raise SemelError(f"the newest seal, {number!r}, is malformed: nothing can be sealed after it: {error}") from error
+        raise SemelError(
+            f"the newest seal, {number!r}, is malformed: nothing can be sealed after it: {error}"
+        ) from error
     conn.execute(insert(seals), row)
     conn.execute(insert(seal_leaves), {"number": row["number"], "leaves": b"".join(entries)})
     return Seal(**row)
