@@ -21,7 +21,7 @@ from semel.runs.store import seals as sealing
 from semel.runs.worker import sealer as sealer_module
 from semel.runs.worker.sealer import AGAIN, Sealer
 from semel.runs.worker.sweeper import Sweeper
-from support.databases import Databases, TestDatabase
+from support.databases import DATABASES, Databases, TestDatabase
 from support.waiting import eventually
 
 
@@ -77,7 +77,10 @@ def serving() -> Iterator[str]:
 
 def sealer(database: TestDatabase, monkeypatch: pytest.MonkeyPatch, heads: str, *, awaited: bool = False) -> Sealer:
     monkeypatch.setenv("SEMEL_SEAL_HEADS", heads)
-    return Sealer(database.app.ledger(awaited=True) if awaited else database.app._engine.store)
+    store = database.app.ledger(awaited=True) if awaited else database.app._engine.store
+    if awaited:
+        database._stack.callback(lambda: run_sync(store.close()))
+    return Sealer(store)
 
 
 def seal_one(database: TestDatabase, sealer: Sealer) -> str:
@@ -268,15 +271,26 @@ def test_a_path_is_no_url(
     assert f"No such file or directory: '{place}'" in caplog.text
 
 
-def test_a_malformed_row_of_the_queue_is_logged_once(
-    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", DATABASES)
+def test_a_malformed_row_of_the_queue_is_logged_once_and_the_others_are_sealed(
+    databases: Databases, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    own = sealer(database, monkeypatch, "")
-    database.write("INSERT INTO semel_unsealed VALUES ('text')")
-    for _ in range(2):
-        seal_one(database, own)
-        assert run_sync(own.seal()) == 0
-    assert caplog.text.count("rowid 1 of the queue semel_unsealed is malformed") == 1
+    with databases.empty(kind) as database:
+        database.app.begin_sealing()
+        database.finish(database.submit())
+        database.write("INSERT INTO semel_unsealed VALUES ('x')")
+
+        async def seal() -> list[int]:
+            store = database.app.ledger(awaited=True)
+            own = Sealer(store)
+            try:
+                return [await own.seal() for _ in range(3)]
+            finally:
+                await store.close()
+
+        assert asyncio.run(seal()) == [1, 0, 0]
+    place = "rowid 2" if kind == "sqlite" else "ctid (0,2)"
+    assert caplog.text.count(f"{place} of the queue semel_unsealed is malformed") == 1
 
 
 @pytest.mark.parametrize("step", ["seal", "head"])
