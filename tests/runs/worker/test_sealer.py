@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 
 from semel._concurrency.sync import run_sync
-from semel.errors import InvalidRequest, SemelError
+from semel.errors import InvalidRequest, SemelError, StoreBroken
 from semel.runs.store import seals as sealing
 from semel.runs.worker import sealer as sealer_module
 from semel.runs.worker.sealer import AGAIN, Sealer
@@ -304,7 +304,7 @@ def test_a_sealer_that_fails_stops_neither_heads_nor_retention(
     heads = tmp_path / "heads.jsonl"
     seal_one(database, sealer(database, monkeypatch, str(heads)))
     removed: list[float] = []
-    errors = [TypeError("unforeseen"), SemelError("impossible")]
+    errors = [StoreBroken("no privilege"), TypeError("unforeseen"), SemelError("impossible")]
 
     async def remove_old(seconds: float) -> None:
         removed.append(seconds)
@@ -314,14 +314,14 @@ def test_a_sealer_that_fails_stops_neither_heads_nor_retention(
 
     monkeypatch.setattr(sealing, step, fail)
     app = database.app
-    for failed in ("failed; retrying: impossible", "failed; retrying\nTraceback"):
+    for failed in ("failed; retrying: impossible", "failed; retrying\nTraceback", "failed; retrying: no privilege"):
         sweeper = Sweeper(
             app._engine.store, "me", transport=app.transport, hooks=app.hooks, remove_old=remove_old, retention=1.0
         )
         run_sync(sweeper.sweep())
         assert failed in caplog.text
     assert heads.exists() == (step == "seal")
-    assert len(removed) == 2
+    assert len(removed) == 3
 
 
 def test_the_head_of_a_process_that_died_before_it_could_is_handed_out_by_the_next(

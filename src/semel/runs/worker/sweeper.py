@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from semel.errors import SemelError, StoreUnavailable
+from semel.errors import SemelError, StoreBroken, StoreUnavailable
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.leader import LeaderTask
 from semel.runs.store import RunStore, lease, maintenance, manifests, outbox, partitions, transitions
@@ -173,12 +173,15 @@ class Sweeper(LeaderTask):
 
     @staticmethod
     async def _tolerate(step: Callable[[], Awaitable[object]], name: str) -> None:
-        """Do a step of a turn. If it fails, the rest is done, unless the store is unavailable to all of it."""
+        """Do a step of a turn. If it fails, the rest is done, unless the store is unavailable to all of it.
+
+        What is broken may be broken for this step alone, such as a privilege that its tables need.
+        """
         try:
             await step()
-        except StoreUnavailable:
-            raise
         except SemelError as error:
+            if isinstance(error, StoreUnavailable) and not isinstance(error, StoreBroken):
+                raise
             _log.error("%s failed; retrying: %s", name, error)
         except Exception:  # noqa: BLE001 -- the rest does not need it
             _log.exception("%s failed; retrying", name)
