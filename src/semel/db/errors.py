@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,8 @@ _POOLER = ("prepared statement", "unsupported startup parameter")
 # psycopg has no error code for a failure to connect, only the server's message.
 _BROKEN_CONNECTION = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")
 _BROKEN_SQLITE = ("readonly", "disk is full", "not a database", "malformed", "unable to open", "no such column")
+_UNDECODABLE = re.compile("Could not decode to UTF-8 column '([^']*)'")
+"""What Python's SQLite says of text that is none: the file is fine, but another try would fail, too."""
 
 
 DATABASE_ERRORS = (exc.TimeoutError, exc.DBAPIError, OSError)
@@ -47,7 +50,7 @@ def translate(error: BaseException, file: str = "") -> Exception:
     if isinstance(error, exc.TimeoutError):
         return StoreUnavailable(f"no connection of the pool became free in time: {error}")
     if isinstance(error, exc.DBAPIError):
-        return _of_driver(error, file)
+        return _of_damage(error) or _of_driver(error, file)
     return StoreUnavailable(f"the database cannot be reached: {error}")
 
 
@@ -75,6 +78,12 @@ def _permission_hint(message: str) -> str:
         "; this process must be allowed to write the file and its folder, where SQLite keeps its log: "
         "change the owner or the permissions of both, or run as another user"
     )
+
+
+def _of_damage(error: exc.DBAPIError) -> Exception | None:
+    """The error for a damaged value. It is looked for first: the message has the value, which may say anything."""
+    found = _UNDECODABLE.match(str(error.orig))
+    return found and SemelError(f"a value in the column {found[1]} is damaged: it is text that is not UTF-8")
 
 
 def _of_driver(error: exc.DBAPIError, file: str) -> Exception:

@@ -28,7 +28,9 @@ from semel import audit
 from semel._concurrency.sync import run_sync
 from semel.audit import FORMS, CannotVerify, Form, NotAsSealed, Verified
 from semel.cli._database import engine_of
+from semel.db.errors import translate_errors
 from semel.db.schema import Digest, attempts, purges, seal_leaves, seals, submitted, unsealed
+from semel.errors import SemelError, StoreUnavailable
 from semel.runs.store import seals as sealing
 from semel.runs.store.seals import Seal, SigningKey
 from semel.runs.types import new_id
@@ -883,3 +885,105 @@ def test_seals_made_anew_before_the_first_that_is_signed_do_not_verify_a_proof(d
     for file in (forged, apart):
         with pytest.raises(CannotVerify, match="seal 1 is not signed"):
             audit.verify(map(json.dumps, file), keys=[PUBLIC], signed_from=3)
+
+
+MALFORMED = {
+    "postgres": ["'\\x00'", "''", "'\\x" + "00" * 53 + "'"],
+    "sqlite": ["x'00'", "x''", "'text'", "CAST(x'ff' AS TEXT)", "7", "zeroblob(53)"],
+}
+"""Values that semel never writes into the queue, or as the leaves of a seal."""
+
+
+def test_a_malformed_row_of_the_queue_stays_there_and_the_others_are_sealed(database: TestDatabase) -> None:
+    for value in MALFORMED[database.kind]:
+        database.finish(database.submit())
+        database.write(f"INSERT INTO semel_unsealed VALUES ({value})")  # type: ignore[arg-type]
+        database.finish(database.submit())
+        assert (made := seal(database)) is not None, value
+        assert made.count == 2, value
+        assert len(database.ask(sealing.malformed)) == database.count("semel_unsealed") == 1, value
+        with behind_its_back(database) as conn:
+            assert place(conn).endswith(" of the queue semel_unsealed: the row is malformed, semel did not write it so")
+            conn.execute(text("DELETE FROM semel_unsealed"))
+            assert verify(conn).unsealed == 0
+            conn.commit()
+
+
+def test_the_place_of_a_malformed_row_finds_it(database: TestDatabase) -> None:
+    database.finish(database.submit())
+    database.write(f"INSERT INTO semel_unsealed VALUES ({MALFORMED[database.kind][0]})")  # type: ignore[arg-type]
+    (found,) = database.ask(sealing.malformed)
+    column, place = found.split()
+    with behind_its_back(database) as conn:
+        assert conn.execute(text(f"DELETE FROM semel_unsealed WHERE {column} = '{place}'")).rowcount == 1
+        assert verify(conn, keys=[]).unsealed == 1
+
+
+def test_malformed_leaves_name_their_seal(database: TestDatabase) -> None:
+    run = database.submit()
+    database.finish(run)
+    seal(database)
+    for value in MALFORMED[database.kind]:
+        if value in {"''", "x''"}:
+            continue  # none is too few, which is another message
+        with behind_its_back(database) as conn:
+            conn.execute(text(f"UPDATE semel_seal_leaves SET leaves = {value}"))
+            assert place(conn) == "seal 1: its leaves are malformed, semel did not write them so", value
+    with behind_its_back(database) as conn:
+        before = "CAST('\\x00' AS bytea) || leaves" if database.kind == "postgres" else "CAST('0' || leaves AS BLOB)"
+        conn.execute(text(f"UPDATE semel_seal_leaves SET leaves = {before}"))
+        with pytest.raises(SemelError, match="seal 1: its leaves are malformed"):
+            sealing.prove(conn, run.id)
+
+
+def test_a_row_that_cannot_have_a_key_is_noticed(database: TestDatabase) -> None:
+    database.finish(database.submit())
+    seal(database)
+    with behind_its_back(database) as conn:
+        row = dict(conn.execute(select(attempts)).mappings().one())
+        row |= {"run_id": new_id(), "version": -1}
+        conn.execute(insert(attempts), row)
+        assert place(conn) == f"run {row['run_id']}, version -1: the row was inserted: no seal has it, and none is due"
+
+
+def test_text_that_is_not_utf_8_stops_no_seal(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        damaged, other_run = database.submit(), database.submit()
+        database.finish(damaged, other_run)
+        database.write("DROP TRIGGER semel_runs_guard")
+        database.write(f"UPDATE semel_runs SET model = CAST(x'ff' AS TEXT) WHERE id = '{damaged.id}'")  # type: ignore[arg-type]
+        database.write("CREATE TRIGGER semel_runs_guard BEFORE UPDATE ON semel_runs BEGIN SELECT 1; END")
+        assert (made := seal(database)) is not None
+        assert made.count == 2
+        with behind_its_back(database) as conn:
+            conn.execute(text("UPDATE semel_runs SET model = 'train'"))
+            assert f"run {damaged.id}, version 3, in seal 1: what was submitted differs" in place(conn)
+
+
+def test_a_malformed_seal_is_named_by_what_cannot_follow_it(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.app.begin_sealing()
+        for change in ("digest = 'zz'", "number = 'x'"):
+            database.finish(database.submit())
+            database.write("DELETE FROM semel_seals")
+            seal(database)
+            database.write(f"UPDATE semel_seals SET {change}")  # type: ignore[arg-type]
+            database.finish(database.submit())
+            with pytest.raises(SemelError, match=r"the newest seal, .*, is malformed: nothing can be sealed after it"):
+                seal(database)
+            assert database.count("semel_unsealed") == 1, "it is not lost"
+            database.write("DELETE FROM semel_seals")
+            database.write("DELETE FROM semel_seal_leaves")
+            database.write("DELETE FROM semel_unsealed")
+
+
+def test_text_that_is_not_utf_8_is_a_damaged_value_and_no_database_out_of_reach(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        database.finish(database.submit())
+        with behind_its_back(database) as conn:
+            conn.execute(text("UPDATE semel_attempts SET worker = CAST(x'ff' AS TEXT) || ' does not exist'"))
+            damaged = "a value in the column worker is damaged: it is text that is not UTF-8"
+            with pytest.raises(SemelError, match=damaged) as found, translate_errors():
+                conn.execute(select(attempts)).all()
+        assert not isinstance(found.value, StoreUnavailable), "or it would be tried again"

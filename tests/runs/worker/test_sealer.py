@@ -1,22 +1,28 @@
 """The sealer hands heads to a file or a URL, again if that failed, and complains about seals that were replaced."""
 
+import asyncio
 import json
 import logging
+import time
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import create_server
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, ClassVar
 
 import pytest
 
 from semel._concurrency.sync import run_sync
-from semel.errors import InvalidRequest
+from semel.errors import InvalidRequest, SemelError, StoreBroken
+from semel.runs.store import seals as sealing
+from semel.runs.worker import sealer as sealer_module
 from semel.runs.worker.sealer import AGAIN, Sealer
-from support.databases import Databases, TestDatabase
+from semel.runs.worker.sweeper import Sweeper
+from support.databases import DATABASES, Databases, TestDatabase
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -69,15 +75,19 @@ def serving() -> Iterator[str]:
         thread.join()
 
 
-def sealer(database: TestDatabase, monkeypatch: pytest.MonkeyPatch, heads: str) -> Sealer:
+def sealer(database: TestDatabase, monkeypatch: pytest.MonkeyPatch, heads: str, *, awaited: bool = False) -> Sealer:
     monkeypatch.setenv("SEMEL_SEAL_HEADS", heads)
-    return Sealer(database.app._engine.store)
+    store = database.app.ledger(awaited=True) if awaited else database.app._engine.store
+    if awaited:
+        database._stack.callback(lambda: run_sync(store.close()))
+    return Sealer(store)
 
 
 def seal_one(database: TestDatabase, sealer: Sealer) -> str:
     """Seal a run; the head of its seal."""
     database.finish(database.submit())
-    assert run_sync(sealer.seal()) == 1
+    run = asyncio.run if sealer._store.awaited else run_sync
+    assert run(sealer.seal()) == 1
     return str(database.rows("SELECT digest FROM semel_seals ORDER BY number DESC LIMIT 1")[0][0])
 
 
@@ -140,13 +150,178 @@ def test_a_receiver_that_does_not_speak_http_stops_no_sweeper(
     assert "hunter2" not in caplog.text
 
 
-@pytest.mark.parametrize("place", ["http://", "https://host:nonsense/", "http://sue:hunter2@[::1/", "HTTP://:80/"])
+class Dripping:
+    """A receiver that sends one byte of its status line after the other, and never the whole of it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._over = Event()
+
+    def __enter__(self) -> str:
+        self._server = create_server(("127.0.0.1", 0))
+        self._thread = Thread(target=self._serve)
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.getsockname()[1]}/"
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._server.close()
+
+    def _serve(self) -> None:
+        self._server.settimeout(0.05)
+        while not self._over.is_set():
+            try:
+                conn, _ = self._server.accept()
+            except TimeoutError:
+                continue
+            with conn:
+                self.asked += 1
+                conn.recv(65536)
+                while not self._over.wait(0.05):
+                    conn.sendall(b"H")
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_receiver_that_responds_too_slowly_is_waited_for_only_so_long_and_asked_once_at_a_time(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, awaited: bool
+) -> None:
+    monkeypatch.setattr(sealer_module, "POST_FOR", 0.3)
+    dripping = Dripping()
+    with dripping as place:
+        own = sealer(database, monkeypatch, place, awaited=awaited)
+        seal_one(database, own)
+        began = time.monotonic()
+        longest = 5.0
+        run = asyncio.run if awaited else run_sync
+
+        async def hand_out_in_time() -> None:
+            await asyncio.wait_for(own.hand_out(), longest) if awaited else await own.hand_out()
+
+        for _ in range(2):
+            run(hand_out_in_time())
+            own._hands_out_at -= AGAIN
+        assert time.monotonic() - began < longest
+        assert dripping.asked == 1
+        assert "SEMEL_SEAL_HEADS: it took longer than 0.3 seconds" in caplog.text
+        assert "SEMEL_SEAL_HEADS: the attempt before has not ended yet" in caplog.text
+        sending = own._sending
+    assert sending is not None
+    eventually(lambda: not sending.is_alive())
+    with serving() as place:
+        monkeypatch.setattr(Receiver, "posted", [])
+        own._keep = sealer(database, monkeypatch, f"http://{place}/")._keep
+        run(own.hand_out())
+    assert len(Receiver.posted) == 1, "it is tried again"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "http://",
+        "https://host:nonsense/",
+        "http://sue:hunter2@[::1/",
+        "HTTP://:80/",
+        "ftp://sue:hunter2@host/heads",
+        "file:///hunter2",
+        " http://sue:hunter2@host/",
+        "http:/sue:hunter2@host/",
+        "http://host/a b?x=hunter2",
+        "http://host/?x=hunter2\n",
+        "http://host/?x=\x1bhunter2",
+        "http://host/?x=\u00a0hunter2",
+    ],
+)
 def test_what_is_no_url_is_refused_at_the_start(
     database: TestDatabase, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     with pytest.raises(InvalidRequest, match="SEMEL_SEAL_HEADS: this is not a URL") as refused:
         sealer(database, monkeypatch, place)
     assert "hunter2" not in str(refused.value)
+
+
+def test_what_a_receiver_says_of_the_secrets_of_its_url_is_not_logged(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(create_server(("127.0.0.1", 0))) as server:
+
+        def respond() -> None:
+            conn, _ = server.accept()
+            with conn:
+                conn.recv(65536)
+                conn.sendall(b"nonsense: k=hunt%20er2&n=1 of suzanne:pa@ss, or hunt er2\r\n\r\n")
+
+        thread = Thread(target=respond)
+        thread.start()
+        place = f"http://suzanne:pa%40ss@127.0.0.1:{server.getsockname()[1]}/heads?k=hunt%20er2&n=1"
+        own = sealer(database, monkeypatch, place)
+        seal_one(database, own)
+        hand_out(own)
+        thread.join()
+    assert "could not be handed to SEMEL_SEAL_HEADS: nonsense: *** of ***, or ***" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["C:/none/heads", "none/http/heads"])
+def test_a_path_is_no_url(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    own = sealer(database, monkeypatch, place)
+    seal_one(database, own)
+    hand_out(own)
+    assert f"No such file or directory: '{place}'" in caplog.text
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_a_malformed_row_of_the_queue_is_logged_once_and_the_others_are_sealed(
+    databases: Databases, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    with databases.empty(kind) as database:
+        database.app.begin_sealing()
+        database.finish(database.submit())
+        database.write("INSERT INTO semel_unsealed VALUES ('x')")
+
+        async def seal() -> list[int]:
+            store = database.app.ledger(awaited=True)
+            own = Sealer(store)
+            try:
+                return [await own.seal() for _ in range(3)]
+            finally:
+                await store.close()
+
+        assert asyncio.run(seal()) == [1, 0, 0]
+    place = "rowid 2" if kind == "sqlite" else "ctid (0,2)"
+    assert caplog.text.count(f"{place} of the queue semel_unsealed is malformed") == 1
+
+
+@pytest.mark.parametrize("step", ["seal", "head"])
+def test_a_sealer_that_fails_stops_neither_heads_nor_retention(
+    database: TestDatabase,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    step: str,
+) -> None:
+    heads = tmp_path / "heads.jsonl"
+    seal_one(database, sealer(database, monkeypatch, str(heads)))
+    removed: list[float] = []
+    errors = [StoreBroken("no privilege"), TypeError("unforeseen"), SemelError("impossible")]
+
+    async def remove_old(seconds: float) -> None:
+        removed.append(seconds)
+
+    def fail(*_: object) -> None:
+        raise errors.pop()
+
+    monkeypatch.setattr(sealing, step, fail)
+    app = database.app
+    for failed in ("failed; retrying: impossible", "failed; retrying\nTraceback", "failed; retrying: no privilege"):
+        sweeper = Sweeper(
+            app._engine.store, "me", transport=app.transport, hooks=app.hooks, remove_old=remove_old, retention=1.0
+        )
+        run_sync(sweeper.sweep())
+        assert failed in caplog.text
+    assert heads.exists() == (step == "seal")
+    assert len(removed) == 3
 
 
 def test_the_head_of_a_process_that_died_before_it_could_is_handed_out_by_the_next(

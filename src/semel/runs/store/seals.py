@@ -11,11 +11,12 @@ The bytes that are hashed are described in docs/audit.md; :mod:`semel.audit` com
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import Connection, Row, Table, func, insert, literal, select, text
+from sqlalchemy import Connection, Row, Table, case, exc, func, insert, literal, select, text
 from sqlalchemy import LargeBinary as Bytes
 
 from semel.audit import (
@@ -31,7 +32,8 @@ from semel.audit import (
     seal_digest,
 )
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
-from semel.db.schema import active, attempts, purges, seal_leaves, seals, submitted, unsealed
+from semel.db.schema import active, attempts, purges, seal_leaves, seals, submitted
+from semel.errors import SemelError
 from semel.runs.store import audit_log, digests
 from semel.runs.store.audit_log import Change
 from semel.runs.store.digests import run_digest
@@ -42,6 +44,7 @@ MOST = 8192
 LOCK = 0x73656D656C  # "semel"
 _AROUND_US = 3600 * 1_000_000
 """By how much the clock may have been put back between an attempt's end and its seal."""
+_NO_LEAVES = "its leaves are malformed, semel did not write them so"
 _PAGE = 500
 """Runs that an export reads at a time."""
 
@@ -68,8 +71,15 @@ class Seal(Struct, frozen=True, kw_only=True):
     signature: str | None
 
 
+_SIZED = f"length(entries) > 0 AND length(entries) % {LEAF_SIZE} = 0"
+_WELL_FORMED = {"postgresql": _SIZED, "sqlite": f"typeof(entries) = 'blob' AND {_SIZED}"}
+"""Whether a row of the queue is one that semel wrote. SQLite stores values of any type."""
+_PLACES = {"postgresql": "'ctid ' || CAST(ctid AS text)", "sqlite": "'rowid ' || rowid"}
+"""What names a row of the queue."""
+_MALFORMED = 10
+"""How many malformed rows of the queue are named."""
 _TAKE = text(f"""
-WITH queue AS (SELECT u.ctid AS place, u.entries FROM semel_unsealed AS u LIMIT {MOST})
+WITH queue AS (SELECT u.ctid AS place, u.entries FROM semel_unsealed AS u WHERE {_SIZED} LIMIT {MOST})
 DELETE FROM semel_unsealed WHERE ctid = ANY(ARRAY(
   SELECT place FROM (
     SELECT place, length(entries) AS size, sum(length(entries)) OVER (ROWS UNBOUNDED PRECEDING) AS total FROM queue
@@ -79,16 +89,23 @@ _TRY_LOCK = text(f"SELECT pg_try_advisory_xact_lock({LOCK})")
 
 
 def _take(conn: Connection) -> list[bytes]:
-    """Take entries out of the queue."""
+    """Take entries out of the queue. Malformed rows stay there."""
     if conn.dialect.name == "postgresql":
         return _split(b"".join(map(bytes, conn.scalars(_TAKE))), LEAF_SIZE)
+    queue = f"semel_unsealed WHERE {_WELL_FORMED['sqlite']}"
     taken, last = b"", 0  # nobody else writes meanwhile
-    for place, entries in conn.execute(text("SELECT rowid, entries FROM semel_unsealed ORDER BY rowid")):
+    for place, entries in conn.execute(text(f"SELECT rowid, entries FROM {queue} ORDER BY rowid")):
         taken, last = taken + bytes(entries), place
         if len(taken) >= MOST * LEAF_SIZE:
             break
-    conn.execute(text("DELETE FROM semel_unsealed WHERE rowid <= :last"), {"last": last})
+    conn.execute(text(f"DELETE FROM {queue} AND rowid <= :last"), {"last": last})
     return _split(taken, LEAF_SIZE)
+
+
+def malformed(conn: Connection) -> list[str]:
+    """The places of some rows of the queue that semel did not write so: they name no run, and cannot be sealed."""
+    where = f"({_WELL_FORMED[conn.dialect.name]}) IS NOT TRUE LIMIT {_MALFORMED}"
+    return list(conn.scalars(text(f"SELECT {_PLACES[conn.dialect.name]} FROM semel_unsealed WHERE {where}")))
 
 
 def _submitted(dialect: Dialect) -> str:
@@ -111,8 +128,22 @@ def _submitted_digests(conn: Connection, ids: Sequence[bytes]) -> dict[bytes, by
     if conn.dialect.name == "postgresql":
         [(joined,)] = _SUBMITTED.rows(conn, ids=f"{{{b''.join(ids).hex(',', 16)}}}")
         return {each[:16]: each[16:] for each in _split(bytes(joined or b""), 48)}
-    rows = _SUBMITTED.rows(conn, ids=[_id_and_version(each)[0] for each in ids])
+    named = [_id_and_version(each)[0] for each in ids]
+    try:
+        rows = _SUBMITTED.rows(conn, ids=named)
+    except exc.OperationalError:  # text that is not UTF-8: such a run is sealed as if it was not there
+        rows = [row for each in named for row in _readable(conn, each)]
     return {id_bytes(row_id): bytes.fromhex(digest) for row_id, digest in rows}
+
+
+def _readable(conn: Connection, row_id: str) -> Sequence[Any]:
+    """SQLite: the id and digest of what was submitted; nothing if its values cannot be read."""
+    try:
+        return _SUBMITTED.rows(conn, ids=[row_id])
+    except exc.OperationalError as error:
+        if getattr(error.orig, "sqlite_errorname", None) != "SQLITE_ERROR":
+            raise
+        return ()
 
 
 def _leaves(conn: Connection, entries: Sequence[bytes]) -> list[bytes]:
@@ -166,6 +197,20 @@ def seal(conn: Connection, key: SigningKey | None, context: StatementContext) ->
 
 def _write(conn: Connection, entries: Sequence[bytes], key: SigningKey | None, now: int) -> Seal:
     last = head(conn)
+    try:
+        row = _following(last, entries, key, now)
+    except (ValueError, TypeError, struct.error) as error:
+        number = None if last is None else last.number
+        raise SemelError(
+            f"the newest seal, {number!r}, is malformed: nothing can be sealed after it: {error}"
+        ) from error
+    conn.execute(insert(seals), row)
+    conn.execute(insert(seal_leaves), {"number": row["number"], "leaves": b"".join(entries)})
+    return Seal(**row)
+
+
+def _following(last: Seal | None, entries: Sequence[bytes], key: SigningKey | None, now: int) -> dict[str, Any]:
+    """The row of the seal that covers these entries."""
     row: dict[str, Any] = {
         "number": 1 if last is None else last.number + 1,
         "at_us": now,
@@ -177,10 +222,7 @@ def _write(conn: Connection, entries: Sequence[bytes], key: SigningKey | None, n
         "public_key": None if key is None else key.public,
     }
     digest = seal_digest(row)
-    row |= {"digest": digest.hex(), "signature": None if key is None else key.sign(digest).hex()}
-    conn.execute(insert(seals), row)
-    conn.execute(insert(seal_leaves), {"number": row["number"], "leaves": b"".join(entries)})
-    return Seal(**row)
+    return row | {"digest": digest.hex(), "signature": None if key is None else key.sign(digest).hex()}
 
 
 def head(conn: Connection) -> Seal | None:
@@ -201,7 +243,7 @@ def _containing(conn: Connection, row_id: str, version: int, ended_us: int) -> A
     key = literal(key_of(row_id, version), Bytes)
     found = func.instr if conn.dialect.name == "sqlite" else _position
     return (
-        select(seals, seal_leaves.c.leaves)
+        select(seals, _stored_leaves(conn))
         .join(seal_leaves, seal_leaves.c.number == seals.c.number)
         .where(seals.c.at_us >= ended_us - _AROUND_US, seals.c.first_id <= row_id, seals.c.last_id >= row_id)
         .where(found(seal_leaves.c.leaves, key) > 0)
@@ -282,14 +324,19 @@ def export(conn: Connection) -> Iterator[dict[str, Any]]:
     count, number = 0, 0
     while (found := _next_seal(conn, number)) is not None:
         count, number = count + 1, found["number"]
-        leaves = found.pop("leaves", b"")
         yield {"seal": found}
-        entries = _split(leaves, LEAF_SIZE)
+        leaves = _leaves_of(conn, number)
+        if leaves is None:
+            yield {"broken": f"seal {number}: {_NO_LEAVES}"}
+        entries = _split(leaves or b"", LEAF_SIZE)
         keys = [entry[:KEY_SIZE] for entry in entries]
         seen.update(keys)
         for entry, rows in zip(entries, _rows_of(conn, keys), strict=True):
             yield {"key": entry[:KEY_SIZE].hex(), "content": entry[KEY_SIZE:].hex(), **rows}
-    waiting = sorted(each for row in conn.scalars(select(unsealed.c.entries)) for each in _split(bytes(row), LEAF_SIZE))
+    for place in malformed(conn):
+        yield {"broken": f"{place} of the queue semel_unsealed: the row is malformed, semel did not write it so"}
+    queue = text(f"SELECT entries FROM semel_unsealed WHERE {_WELL_FORMED[conn.dialect.name]}")
+    waiting = sorted(each for row in conn.scalars(queue) for each in _split(bytes(row), LEAF_SIZE))
     keys = [entry[:KEY_SIZE] for entry in waiting]
     seen.update(keys)
     for entry, rows in zip(waiting, _rows_of(conn, keys), strict=True):
@@ -304,12 +351,25 @@ def export(conn: Connection) -> Iterator[dict[str, Any]]:
 
 
 def _next_seal(conn: Connection, after: int) -> dict[str, Any] | None:
-    query = select(seals, seal_leaves.c.leaves).outerjoin(seal_leaves, seal_leaves.c.number == seals.c.number)
-    row = conn.execute(query.where(seals.c.number > after).order_by(seals.c.number).limit(1)).first()
-    if row is None:
-        return None
-    leaves = {} if row.leaves is None else {"leaves": bytes(row.leaves)}
-    return _shown(seals, row) | leaves
+    row = conn.execute(select(seals).where(seals.c.number > after).order_by(seals.c.number).limit(1)).first()
+    return None if row is None else _shown(seals, row)
+
+
+def _leaves_of(conn: Connection, number: int) -> bytes | None:
+    """The leaves of this seal, none if their row is gone; None if they are malformed."""
+    found = conn.execute(select(_stored_leaves(conn)).where(seal_leaves.c.number == number)).first()
+    return b"" if found is None else _whole(found.leaves)
+
+
+def _stored_leaves(conn: Connection) -> Any:
+    """The leaves of a seal; NULL where they are not bytes, since SQLite stores values of any type."""
+    stored = seal_leaves.c.leaves
+    return stored if conn.dialect.name != "sqlite" else case((func.typeof(stored) == "blob", stored)).label("leaves")
+
+
+def _whole(leaves: Any) -> bytes | None:
+    """These leaves; None if they are not bytes of whole leaves."""
+    return None if leaves is None or len(leaves) % LEAF_SIZE else bytes(leaves)
 
 
 def _uncovered(conn: Connection, seen: set[bytes]) -> Iterator[dict[str, Any]]:
@@ -317,7 +377,7 @@ def _uncovered(conn: Connection, seen: set[bytes]) -> Iterator[dict[str, Any]]:
     query = select(attempts.c.run_id, attempts.c.version, attempts.c.ended_us, attempts.c.digest)
     chained = None
     for row in _paged(conn, query, attempts.c.run_id, attempts.c.version):
-        covered = key_of(row.run_id, row.version) in seen
+        covered = _key(row.run_id, row.version) in seen
         if covered or row.digest is not None:
             chained = row.run_id
         if not covered:
@@ -327,7 +387,7 @@ def _uncovered(conn: Connection, seen: set[bytes]) -> Iterator[dict[str, Any]]:
                 yield {"stray": f"run {row.run_id}, version {row.version}"}
     noted = select(purges.c.id)
     for row in _paged(conn, noted, purges.c.id):
-        if key_of(row.id, 0) not in seen:
+        if _key(row.id, 0) not in seen:
             yield {"stray": f"purge {row.id}"}
     lone = (
         select(submitted.c.id)
@@ -337,6 +397,14 @@ def _uncovered(conn: Connection, seen: set[bytes]) -> Iterator[dict[str, Any]]:
     )
     for row in conn.execute(lone):
         yield {"stray": f"run {row.id}, which neither ended nor is under way"}
+
+
+def _key(row_id: str, version: int) -> bytes | None:
+    """The key of a row; None if it cannot have one, and so no seal."""
+    try:
+        return key_of(row_id, version)
+    except (ValueError, TypeError, AttributeError, OverflowError):
+        return None
 
 
 def _paged(conn: Connection, query: Any, *order: Any) -> Iterator[Row[Any]]:
@@ -367,8 +435,10 @@ def prove(conn: Connection, run_id: str, *, chain: bool = False) -> list[dict[st
 
 
 def _proof(conn: Connection, found: Row[Any], key: bytes) -> dict[str, Any]:
-    entries = _split(bytes(found.leaves), LEAF_SIZE)
-    index = next(at for at, entry in enumerate(entries) if entry.startswith(key))
+    entries = _split(_whole(found.leaves) or b"", LEAF_SIZE)
+    index = next((at for at, entry in enumerate(entries) if entry.startswith(key)), None)
+    if index is None:
+        raise SemelError(f"seal {found.number}: {_NO_LEAVES}")
     path = path_of(_hashes(entries), index)
     (rows,) = _rows_of(conn, [key])
     beside = {"index": index, "path": [each.hex() for each in path]}

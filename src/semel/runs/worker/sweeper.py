@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from semel.errors import SemelError
+from semel.errors import SemelError, StoreBroken, StoreUnavailable
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.leader import LeaderTask
 from semel.runs.store import RunStore, lease, maintenance, manifests, outbox, partitions, transitions
@@ -163,13 +163,28 @@ class Sweeper(LeaderTask):
         if chores.expired and (removed := await self._remove_expired()):
             _log.info("removed %d keys and reservations that had expired", removed, extra={"removed": removed})
         if chores.unsealed:
-            await self._sealer.seal()
-        await self._sealer.hand_out()
+            await self._tolerate(self._sealer.seal, "sealing the history")
+        await self._tolerate(self._sealer.hand_out, "handing out the newest head")
         if time.monotonic() >= self._removes_at:
             await self._remove_old_runs()
         if self._transport.announces:
             await self._announce_again()
         return lost
+
+    @staticmethod
+    async def _tolerate(step: Callable[[], Awaitable[object]], name: str) -> None:
+        """Do a step of a turn. If it fails, the rest is done, unless the store is unavailable to all of it.
+
+        What is broken may be broken for this step alone, such as a privilege that its tables need.
+        """
+        try:
+            await step()
+        except SemelError as error:
+            if isinstance(error, StoreUnavailable) and not isinstance(error, StoreBroken):
+                raise
+            _log.error("%s failed; retrying: %s", name, error)
+        except Exception:  # noqa: BLE001 -- the rest does not need it
+            _log.exception("%s failed; retrying", name)
 
     async def _remove_expired(self) -> int:
         total, more = 0, True
