@@ -161,6 +161,64 @@ def test_b10_values_of_secrets_are_left_out_of_a_patch(line: str, stored: str) -
     assert collecting.patch_without_secrets(line) == stored
 
 
+CONFIGURED = """
+[diff]
+    noprefix = true
+    mnemonicPrefix = true
+    context = 1
+    interHunkContext = 20
+    algorithm = patience
+    indentHeuristic = false
+    renames = false
+    renameLimit = 1
+    orderFile = ORDER
+    suppressBlankEmpty = true
+    external = false
+    submodule = log
+[core]
+    abbrev = 20
+[color]
+    ui = always
+[status]
+    showStash = true
+"""
+
+
+def test_b10_a_patch_is_the_same_and_can_be_applied_however_git_is_configured(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = collecting_model(project, monkeypatch)
+    (project.folder / "moved.txt").write_text("".join(f"line {number}\n" for number in range(50)))
+    project.commit("Add a file")
+    project.git("mv", "moved.txt", "a_moved.txt")
+    project.edit("RATE = 2", "RATE = 3")
+    project.edit("return x * RATE\n\n\n@app.model", "return RATE * x\n\n\n@app.model")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    plain = collecting.code([model])["repositories"]["project"]
+    (home / "order").write_text("*.py\n")
+    (home / ".gitconfig").write_text(CONFIGURED.replace("ORDER", str(home / "order")))
+    assert project.git("diff", "--no-ext-diff", "HEAD") != plain["patch"], "the configuration is read"
+    configured = collecting.code([model])["repositories"]["project"]
+    assert configured == plain
+    after = project.module.read_text()
+    project.git("reset", "-q", "--hard")
+    (tmp_path / "patch").write_text(configured["patch"])
+    project.git("apply", str(tmp_path / "patch"))
+    assert project.module.read_text() == after
+    assert (project.folder / "a_moved.txt").exists()
+
+
+def test_b10_a_stash_is_no_change(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = collecting_model(project, monkeypatch)
+    project.git("config", "status.showStash", "true")
+    project.edit("RATE = 2", "RATE = 3")
+    project.git("stash")
+    assert collecting.code([model])["repositories"]["project"]["dirty"] is False
+
+
 def test_b10_a_lost_attempt_has_its_manifest_and_each_attempt_its_own(project: Project, tmp_path: Path) -> None:
     folder = tmp_path / "meeting"
     folder.mkdir()

@@ -266,7 +266,7 @@ def repository(top: Path) -> Content:
             heads[name] = value
         elif entry.startswith("? "):
             untracked.append(entry[2:])
-        elif entry:
+        elif entry and not entry.startswith("# "):
             changed = True
             if entry.startswith("2 "):
                 next(entries, None)  # a renamed file has its former name as well
@@ -281,10 +281,19 @@ def repository(top: Path) -> Content:
     return found | (_found_patch(top, heads.get("oid")) if changed else {})
 
 
+_SAME_DIFF = (
+    *("-c", "diff.suppressBlankEmpty=false", "-c", "diff.ignoreSubmodules=untracked", "diff"),
+    *("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/", "--full-index"),
+    *("-U3", "--inter-hunk-context=0", "--diff-algorithm=default", "--indent-heuristic", "--submodule=short"),
+    *("--find-renames", "-l1000", "-O/dev/null"),
+)
+"""A diff that ``git apply`` takes, and that is the same whatever the user's git is configured to."""
+
+
 def _found_patch(top: Path, commit: str | None) -> Content:
     base = "HEAD" if commit != "(initial)" else "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # the empty tree
     try:
-        text, whole = _git(top, "diff", base, "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/")
+        text, whole = _git(top, *_SAME_DIFF, base, "--")
     except Exception as error:  # noqa: BLE001 -- the rest is known
         return {"patch": _why(error)}
     patch = patch_without_secrets(text)
