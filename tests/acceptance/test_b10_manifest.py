@@ -5,6 +5,7 @@ import json
 import random
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import sha256
@@ -159,6 +160,124 @@ def test_b10_no_secret_enters_a_manifest(project: Project, database: TestDatabas
 )
 def test_b10_values_of_secrets_are_left_out_of_a_patch(line: str, stored: str) -> None:
     assert collecting.patch_without_secrets(line) == stored
+
+
+@pytest.mark.parametrize(
+    ("line", "stored"),
+    [
+        ("+API_KEY=hunter2\r", "+API_KEY=***\r"),
+        ("+password: hunter2\r", "+password: ***\r"),
+        ("+API_KEY=hunter2 ", "+API_KEY=*** "),
+        ("+API_KEY=hunter2  # prod", "+API_KEY=***  # prod"),
+        ('+password: hunter2 # it\'s "prod"', '+password: *** # it\'s "prod"'),
+        ("+PASSWORD=hun;ter2", "+PASSWORD=***"),
+        ("+password: hun;ter2,x", "+password: ***"),
+        ("+PASSWORD=hun'ter2", "+PASSWORD=***"),
+        ("+PASSWORD=hunter2, HOST=kept", "+PASSWORD=*** HOST=kept"),
+        ("+  PASSWORD=hunter2 ./run --kept", "+  PASSWORD=*** ./run --kept"),
+        ("+password: aHVudGVyMg=", "+password: ***"),
+        ("+password: hunter=2", "+password: ***"),
+        ('+PASSWORD = b"hunter2"', '+PASSWORD = b"***"'),
+        ("+PASSWORD = f'hunter2{x}'", "+PASSWORD = f'***'"),
+        ("+PASSWORD = Rb'hunter2'", "+PASSWORD = Rb'***'"),
+        ('+password = """hunter2"""', '+password = """***"""'),
+        ("+password = '''hunter2'''", "+password = '''***'''"),
+        ('+password = """hunter2', '+password = """***'),
+        ('+password = "hunter2 and', '+password = "***'),
+        ('+password = ("hunter2")', '+password = ("***")'),
+        ('+password = ("hun" "ter2"  # kept', '+password = ("***" "***"  # kept'),
+        ('+auth=("me", "hunter2"), timeout="kept"', '+auth=("***", "***"), timeout="kept"'),
+        ('+tokens = ["hunter2", "hunter3"]', '+tokens = ["***", "***"]'),
+        ('+password := "hunter2"', '+password := "***"'),
+        ("+PASSWORD ?= hunter2", "+PASSWORD ?= ***"),
+        ("+'password' => 'hunter2',", "+'password' => '***',"),
+        ('+pwd="hunter2"', '+pwd="***"'),
+        ("+PWD: hunter2", "+PWD: ***"),
+        ('+"password": hunter2,', '+"password": ***,'),
+        ('+token = os.environ.get("TOKEN", "hunter2")', '+token = os.environ.get("TOKEN", "***")'),
+        ('+token = os.environ.get("TOKEN") or "hunter2"', '+token = os.environ.get("TOKEN") or "***"'),
+        ('+key = c.get("a", {"kept": 1}).get("key", "hunter2")', '+key = c.get("a", {"kept": 1}).get("key", "***")'),
+        ('+"token": getenv("TOKEN", default="hunter2"),', '+"token": getenv("TOKEN", default="***"),'),
+        ('+password = SecretStr("hunter2")', '+password = SecretStr("***")'),
+        ("+password = make_password('hunter2')", "+password = make_password('***')"),
+        ('+password: str | None = "hunter2"', '+password: str | None = "***"'),
+        (
+            '+password: Optional[str] = Field("hunter2", title="kept")',
+            '+password: Optional[str] = Field("***", title="kept")',
+        ),
+        (r'+password = "hun\"ter2"', '+password = "***"'),
+        (r'+password="hun\"ter2"', '+password="***"'),
+        (
+            '+d(password="x", user="kept", token="y") == "kept"',
+            '+d(password="***", user="kept", token="***") == "kept"',
+        ),
+        ('+<db password = "x" host="kept"/>', '+<db password = "***" host="kept"/>'),
+        ("-PASSWORD=one\r\n+PASSWORD=two\r\n kept: x\r", "-PASSWORD=***\r\n+PASSWORD=***\r\n kept: x\r"),
+    ],
+)
+def test_b10_common_forms_of_secrets_are_left_out_of_a_patch(line: str, stored: str) -> None:
+    assert collecting.patch_without_secrets(line) == stored
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "+password = get_password()",
+        "+password = get_password(user, 1)\r",
+        '+token = os.environ["TOKEN"]',
+        '+token = os.environ.get("TOKEN")  # it\'s "kept"',
+        '+token = os.Getenv("TOKEN")',
+        '+password = getpass("Password: ")',
+        '+password = forms.CharField(label="Your password")',
+        '+password = ""',
+        '+password = """',
+        "+password: str,",
+        "+password: str | None = None  # of the database",
+        "+    token: the token of the user, if it's there",
+        '+if token: raise ValueError("no token")',
+        '+if token == "kept" or not token:',
+        "+if token:\r",
+        '+auth = {"user": "kept", "host": "kept"}',
+        "+const token = user.token;",
+        "+    secret_key=settings.secret_key,",
+        '+Token::new("kept")',
+        '+items.sort(key=lambda item: item["kept"])',
+        "diff --git a/auth.py b/auth.py",
+        "+pwd = os.getcwd()",
+        "@@ -1,2 +3,4 @@ class Token:",
+    ],
+)
+def test_b10_code_without_the_value_of_a_secret_is_kept(line: str) -> None:
+    assert collecting.patch_without_secrets(line) == line
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "token=",
+        'token="',
+        'token="\\',
+        "token: a",
+        "token:[",
+        "token=(",
+        "token='''",
+        "token ",
+        "a:b|[c",
+        "PWD=a ",
+        "(",
+        ";a:;",
+        "key:;",
+    ],
+)
+def test_b10_secrets_are_found_in_linear_time(piece: str) -> None:
+    def took(line: str, number: int) -> float:
+        began = time.process_time()
+        collecting.patch_without_secrets("\n".join([line] * number))
+        return time.process_time() - began
+
+    assert took("+token=" + piece * (256 * 1024 // len(piece)), 1) < 1, "a line of 256 KiB"
+    longest = "+token=" + piece * ((collecting.MAX_LINE - 8) // len(piece))
+    assert took(longest, 50) < 2, "256 KiB of the longest lines that are searched"
 
 
 CONFIGURED = """
