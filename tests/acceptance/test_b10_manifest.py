@@ -17,7 +17,7 @@ import pytest
 
 from acceptance.project import Project, wait_for
 from semel import App, InvalidRequest, RunNotFound
-from semel.errors import StoreUnavailable
+from semel.errors import Drifted, StoreUnavailable
 from semel.runs import manifest as collecting
 from semel.runs.execution import child_main
 from semel.runs.models.model import make_model
@@ -434,6 +434,74 @@ def test_b10_changed_files_are_noticed_and_looked_at_seldom(project: Project, mo
     assert second.environment is first.environment
     assert kept.pause == 2 * collecting.LOOK_EVERY, "files that change all the time are looked at less often"
     assert "RATE = 30" in json.loads(second.code.body)["repositories"]["project"]["patch"]
+
+
+def test_b10_an_edited_file_that_only_a_child_imports_is_drift(project: Project) -> None:
+    helper = project.folder / "lhelper.py"
+    helper.write_text("RATE = 3\n")
+    project.edit("    if folder", "    import lhelper\n    if folder")
+    project.commit("Import when called")
+    with project.worker():
+        run = project.run()
+        assert not project.app.drift(run.id).any
+        helper.write_text("RATE = 30\n")
+        deadline = time.monotonic() + 6 * collecting.LOOK_EVERY
+        while not project.app.drift(run.id).any:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+            project.run()  # a worker looks at the files before a lease
+        with pytest.raises(Drifted, match="code"):
+            project.app.rerun(run.id, strict=True)
+
+
+def test_b10_a_file_that_was_committed_since_is_looked_at(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = collecting_model(project, monkeypatch)
+    collecting._stamp([model])
+    (project.folder / "data.csv").write_text("1\n")
+    project.commit("Add data")
+    before = collecting._stamp([model])
+    (project.folder / "data.csv").write_text("10\n")
+    assert collecting._stamp([model]) != before
+
+
+def test_b10_files_of_a_linked_worktree_are_looked_at(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    project.git("worktree", "add", "-q", str(tmp_path / "linked"))
+    project.folder = tmp_path / "linked"
+    project.module = project.folder / "forecasts.py"
+    model = collecting_model(project, monkeypatch)
+    before = collecting._stamp([model])
+    (project.folder / "data.csv").write_text("1\n")
+    project.commit("Add data")
+    after = collecting._stamp([model])
+    assert after != before
+    assert str(project.folder / "data.csv") in {each[0] for each in after if each}
+
+
+def test_b10_of_many_files_only_those_of_python_are_looked_at(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lhelper.py", "data.csv"):
+        (project.folder / name).write_text("1\n")
+    project.commit("Add files")
+    found = collecting._tracked(project.folder, "all")
+    assert {Path(each).name for each in found} == {".gitignore", "forecasts.py", "lhelper.py", "data.csv"}
+    for name, few in (("MAX_TRACKED", 3), ("MAX_LISTED", 30)):
+        with monkeypatch.context() as patch:
+            patch.setattr(collecting, name, few)
+            found = collecting._tracked(project.folder, name)
+            assert {Path(each).name for each in found} == {"forecasts.py", "lhelper.py"}
+
+
+def test_b10_a_repository_of_which_git_says_nothing_is_looked_at(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = collecting_model(project, monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    before = collecting._stamp([model])
+    project.edit("RATE = 2", "RATE = 30")
+    assert collecting._stamp([model]) != before
 
 
 def collecting_model(project: Project, monkeypatch: pytest.MonkeyPatch) -> collecting.Model:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -47,6 +47,10 @@ MAX_REGISTRIES = 8
 """Apps of a process whose code is kept."""
 MAX_UNTRACKED = 500
 """Untracked files that are listed."""
+MAX_TRACKED = 20_000
+"""Files of a repository that are looked at for changes; of those of a larger one only ``.py``."""
+MAX_LISTED = 16 * 1024 * 1024
+"""Bytes of the list of these files that are read."""
 MAX_HASHED = 32 * 1024 * 1024
 """Bytes of untracked files that are hashed."""
 
@@ -371,7 +375,7 @@ def _value(line: str, named: re.Match[str]) -> tuple[int, str, int]:
 
 
 def _bare_value(line: str, begin: int, *, in_list: bool) -> tuple[str, int] | None:
-    """What is stored for a word that ends the line, and where it ends; None if there is none. In a list a comma follows."""
+    """What is stored for a word that ends the line, and where it ends; None if none does. In a list with a comma."""
     found = _BARE.match(line, begin)
     if found is None or not _END.match(line, found.end()):
         return None
@@ -428,18 +432,17 @@ def _untracked(top: Path, names: Sequence[str]) -> dict[str, str]:
 _QUIET = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
 
 
-def _git(top: Path, *arguments: str) -> tuple[str, bool]:
+def _git(top: Path, *arguments: str, most: int = MAX_READ) -> tuple[str, bool]:
     """What git prints, and whether that is all. Nothing that the repository configures is run for it."""
     program = shutil.which("git")
     if program is None:
         raise FileNotFoundError("git is not installed")
-    return _run(
-        [program, "-C", str(top), "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments], _QUIET
-    )
+    command = [program, "-C", str(top), "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments]
+    return _run(command, _QUIET, most)
 
 
-def _run(command: Sequence[str], environ: dict[str, str] | None) -> tuple[str, bool]:
-    """What a program prints, up to ``MAX_READ`` bytes, and whether that is all. Raises if it fails or takes long."""
+def _run(command: Sequence[str], environ: dict[str, str] | None, most: int = MAX_READ) -> tuple[str, bool]:
+    """What a program prints, up to so many bytes, and whether that is all. Raises if it fails or takes long."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     with subprocess.Popen(  # noqa: S603 -- git or nvidia-smi, with arguments of ours
         command,
@@ -460,7 +463,7 @@ def _run(command: Sequence[str], environ: dict[str, str] | None) -> tuple[str, b
         late.daemon = True
         late.start()
         try:
-            printed = process.stdout.read(MAX_READ)
+            printed = process.stdout.read(most)
             more = bool(process.stdout.read(1))
             if more:
                 process.kill()
@@ -565,16 +568,45 @@ def _stamp_of_path() -> list[Any]:
 
 
 def _stamp(models: Iterable[Model]) -> list[Any]:
-    """Changes when a package or a file of the code does: files of the models, and modules in their repositories."""
-    files = [file for file in map(source_file, models) if file is not None]
-    tops = {top for top in map(top_of, files) if top is not None}
+    """Changes when a package or a file of the code does.
+
+    Those are the files of the models, and in their repositories the modules that are imported here and the tracked
+    files, which only a child process may import.
+    """
+    files = {str(file) for file in map(source_file, models) if file is not None}
+    tops = {top for top in (top_of(Path(file)) for file in files) if top is not None}
     inside = tuple(f"{top}{os.sep}" for top in tops)
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.startswith(inside) and "-packages" not in file:
-            files.append(Path(file))
-    git = [top / ".git" / name for top in tops for name in ("HEAD", "index", "logs/HEAD")]
-    return [*_stamp_of_path(), *(_stat(each) for each in sorted({*files, *git}))]
+            files.add(file)
+    for top in tops:
+        git = _git_folder(top)
+        files.update(str(git / name) for name in ("HEAD", "index", "logs/HEAD"))
+        files.update(_tracked(top, _stat(git / "index")))
+    return [*_stamp_of_path(), *map(_stat, sorted(files))]
+
+
+def _git_folder(top: Path) -> Path:
+    """Where git keeps the state of a repository: elsewhere for a linked worktree and a submodule."""
+    try:
+        return top / (top / ".git").read_text().removeprefix("gitdir:").strip()
+    except (OSError, ValueError):
+        return top / ".git"
+
+
+@lru_cache(maxsize=MAX_REGISTRIES)
+def _tracked(top: Path, _index: Any) -> tuple[str, ...]:
+    """The files that git has in its index, listed again when that changes; none if git does not say."""
+    try:
+        text, whole = _git(top, "ls-files", "-z", most=MAX_LISTED)
+        names = text.split("\0")[:-1]  # the last is empty or cut off
+        if not whole or len(names) > MAX_TRACKED:
+            text, _ = _git(top, "ls-files", "-z", "--", "*.py", most=MAX_LISTED)
+            names = text.split("\0")[:MAX_TRACKED]
+    except Exception:  # noqa: BLE001 -- the manifest says why, with the state of the repository
+        return ()
+    return tuple(f"{top}{os.sep}{name}" for name in names if name)
 
 
 def _stat(path: str | Path) -> tuple[str, int, int] | None:
