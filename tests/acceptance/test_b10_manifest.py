@@ -5,6 +5,7 @@ import json
 import random
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import sha256
@@ -16,7 +17,7 @@ import pytest
 
 from acceptance.project import Project, wait_for
 from semel import App, InvalidRequest, RunNotFound
-from semel.errors import StoreUnavailable
+from semel.errors import Drifted, StoreUnavailable
 from semel.runs import manifest as collecting
 from semel.runs.execution import child_main
 from semel.runs.models.model import make_model
@@ -161,6 +162,182 @@ def test_b10_values_of_secrets_are_left_out_of_a_patch(line: str, stored: str) -
     assert collecting.patch_without_secrets(line) == stored
 
 
+@pytest.mark.parametrize(
+    ("line", "stored"),
+    [
+        ("+API_KEY=hunter2\r", "+API_KEY=***\r"),
+        ("+password: hunter2\r", "+password: ***\r"),
+        ("+API_KEY=hunter2 ", "+API_KEY=*** "),
+        ("+API_KEY=hunter2  # prod", "+API_KEY=***  # prod"),
+        ('+password: hunter2 # it\'s "prod"', '+password: *** # it\'s "prod"'),
+        ("+PASSWORD=hun;ter2", "+PASSWORD=***"),
+        ("+password: hun;ter2,x", "+password: ***"),
+        ("+PASSWORD=hun'ter2", "+PASSWORD=***"),
+        ("+PASSWORD=hunter2, HOST=kept", "+PASSWORD=*** HOST=kept"),
+        ("+  PASSWORD=hunter2 ./run --kept", "+  PASSWORD=*** ./run --kept"),
+        ("+password: aHVudGVyMg=", "+password: ***"),
+        ("+password: hunter=2", "+password: ***"),
+        ('+PASSWORD = b"hunter2"', '+PASSWORD = b"***"'),
+        ("+PASSWORD = f'hunter2{x}'", "+PASSWORD = f'***'"),
+        ("+PASSWORD = Rb'hunter2'", "+PASSWORD = Rb'***'"),
+        ('+password = """hunter2"""', '+password = """***"""'),
+        ("+password = '''hunter2'''", "+password = '''***'''"),
+        ('+password = """hunter2', '+password = """***'),
+        ('+password = "hunter2 and', '+password = "***'),
+        ('+password = ("hunter2")', '+password = ("***")'),
+        ('+password = ("hun" "ter2"  # kept', '+password = ("***" "***"  # kept'),
+        ('+auth=("me", "hunter2"), timeout="kept"', '+auth=("***", "***"), timeout="kept"'),
+        ('+tokens = ["hunter2", "hunter3"]', '+tokens = ["***", "***"]'),
+        ('+password := "hunter2"', '+password := "***"'),
+        ("+PASSWORD ?= hunter2", "+PASSWORD ?= ***"),
+        ("+'password' => 'hunter2',", "+'password' => '***',"),
+        ('+pwd="hunter2"', '+pwd="***"'),
+        ("+PWD: hunter2", "+PWD: ***"),
+        ('+"password": hunter2,', '+"password": ***,'),
+        ('+token = os.environ.get("TOKEN", "hunter2")', '+token = os.environ.get("TOKEN", "***")'),
+        ('+token = os.environ.get("TOKEN") or "hunter2"', '+token = os.environ.get("TOKEN") or "***"'),
+        ('+key = c.get("a", {"kept": 1}).get("key", "hunter2")', '+key = c.get("a", {"kept": 1}).get("key", "***")'),
+        ('+"token": getenv("TOKEN", default="hunter2"),', '+"token": getenv("TOKEN", default="***"),'),
+        ('+password = SecretStr("hunter2")', '+password = SecretStr("***")'),
+        ("+password = make_password('hunter2')", "+password = make_password('***')"),
+        ('+password: str | None = "hunter2"', '+password: str | None = "***"'),
+        (
+            '+password: Optional[str] = Field("hunter2", title="kept")',
+            '+password: Optional[str] = Field("***", title="kept")',
+        ),
+        (r'+password = "hun\"ter2"', '+password = "***"'),
+        (r'+password="hun\"ter2"', '+password="***"'),
+        (
+            '+d(password="x", user="kept", token="y") == "kept"',
+            '+d(password="***", user="kept", token="***") == "kept"',
+        ),
+        ('+<db password = "x" host="kept"/>', '+<db password = "***" host="kept"/>'),
+        ("-PASSWORD=one\r\n+PASSWORD=two\r\n kept: x\r", "-PASSWORD=***\r\n+PASSWORD=***\r\n kept: x\r"),
+    ],
+)
+def test_b10_common_forms_of_secrets_are_left_out_of_a_patch(line: str, stored: str) -> None:
+    assert collecting.patch_without_secrets(line) == stored
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "+password = get_password()",
+        "+password = get_password(user, 1)\r",
+        '+token = os.environ["TOKEN"]',
+        '+token = os.environ.get("TOKEN")  # it\'s "kept"',
+        '+token = os.Getenv("TOKEN")',
+        '+password = getpass("Password: ")',
+        '+password = forms.CharField(label="Your password")',
+        '+password = ""',
+        '+password = """',
+        "+password: str,",
+        "+password: str | None = None  # of the database",
+        "+    token: the token of the user, if it's there",
+        '+if token: raise ValueError("no token")',
+        '+if token == "kept" or not token:',
+        "+if token:\r",
+        '+auth = {"user": "kept", "host": "kept"}',
+        "+const token = user.token;",
+        "+    secret_key=settings.secret_key,",
+        '+Token::new("kept")',
+        '+items.sort(key=lambda item: item["kept"])',
+        "diff --git a/auth.py b/auth.py",
+        "+pwd = os.getcwd()",
+        "@@ -1,2 +3,4 @@ class Token:",
+    ],
+)
+def test_b10_code_without_the_value_of_a_secret_is_kept(line: str) -> None:
+    assert collecting.patch_without_secrets(line) == line
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "token=",
+        'token="',
+        'token="\\',
+        "token: a",
+        "token:[",
+        "token=(",
+        "token='''",
+        "token ",
+        "a:b|[c",
+        "PWD=a ",
+        "(",
+        ";a:;",
+        "key:;",
+    ],
+)
+def test_b10_secrets_are_found_in_linear_time(piece: str) -> None:
+    def took(line: str, number: int) -> float:
+        began = time.process_time()
+        collecting.patch_without_secrets("\n".join([line] * number))
+        return time.process_time() - began
+
+    assert took("+token=" + piece * (256 * 1024 // len(piece)), 1) < 1, "a line of 256 KiB"
+    longest = "+token=" + piece * ((collecting.MAX_LINE - 8) // len(piece))
+    assert took(longest, 50) < 2, "256 KiB of the longest lines that are searched"
+
+
+CONFIGURED = """
+[diff]
+    noprefix = true
+    mnemonicPrefix = true
+    context = 1
+    interHunkContext = 20
+    algorithm = patience
+    indentHeuristic = false
+    renames = false
+    renameLimit = 1
+    orderFile = ORDER
+    suppressBlankEmpty = true
+    external = false
+    submodule = log
+[core]
+    abbrev = 20
+[color]
+    ui = always
+[status]
+    showStash = true
+"""
+
+
+def test_b10_a_patch_is_the_same_and_can_be_applied_however_git_is_configured(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = collecting_model(project, monkeypatch)
+    (project.folder / "moved.txt").write_text("".join(f"line {number}\n" for number in range(50)))
+    project.commit("Add a file")
+    project.git("mv", "moved.txt", "a_moved.txt")
+    project.edit("RATE = 2", "RATE = 3")
+    project.edit("return x * RATE\n\n\n@app.model", "return RATE * x\n\n\n@app.model")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    plain = collecting.code([model])["repositories"]["project"]
+    (home / "order").write_text("*.py\n")
+    (home / ".gitconfig").write_text(CONFIGURED.replace("ORDER", str(home / "order")))
+    assert project.git("diff", "--no-ext-diff", "HEAD") != plain["patch"], "the configuration is read"
+    configured = collecting.code([model])["repositories"]["project"]
+    assert configured == plain
+    after = project.module.read_text()
+    project.git("reset", "-q", "--hard")
+    (tmp_path / "patch").write_text(configured["patch"])
+    project.git("apply", str(tmp_path / "patch"))
+    assert project.module.read_text() == after
+    assert (project.folder / "a_moved.txt").exists()
+
+
+def test_b10_a_stash_is_no_change(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = collecting_model(project, monkeypatch)
+    project.git("config", "status.showStash", "true")
+    project.edit("RATE = 2", "RATE = 3")
+    project.git("stash")
+    assert collecting.code([model])["repositories"]["project"]["dirty"] is False
+
+
 def test_b10_a_lost_attempt_has_its_manifest_and_each_attempt_its_own(project: Project, tmp_path: Path) -> None:
     folder = tmp_path / "meeting"
     folder.mkdir()
@@ -257,6 +434,74 @@ def test_b10_changed_files_are_noticed_and_looked_at_seldom(project: Project, mo
     assert second.environment is first.environment
     assert kept.pause == 2 * collecting.LOOK_EVERY, "files that change all the time are looked at less often"
     assert "RATE = 30" in json.loads(second.code.body)["repositories"]["project"]["patch"]
+
+
+def test_b10_an_edited_file_that_only_a_child_imports_is_drift(project: Project) -> None:
+    helper = project.folder / "lhelper.py"
+    helper.write_text("RATE = 3\n")
+    project.edit("    if folder", "    import lhelper\n    if folder")
+    project.commit("Import when called")
+    with project.worker():
+        run = project.run()
+        assert not project.app.drift(run.id).any
+        helper.write_text("RATE = 30\n")
+        deadline = time.monotonic() + 6 * collecting.LOOK_EVERY
+        while not project.app.drift(run.id).any:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+            project.run()  # a worker looks at the files before a lease
+        with pytest.raises(Drifted, match="code"):
+            project.app.rerun(run.id, strict=True)
+
+
+def test_b10_a_file_that_was_committed_since_is_looked_at(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = collecting_model(project, monkeypatch)
+    collecting._stamp([model])
+    (project.folder / "data.csv").write_text("1\n")
+    project.commit("Add data")
+    before = collecting._stamp([model])
+    (project.folder / "data.csv").write_text("10\n")
+    assert collecting._stamp([model]) != before
+
+
+def test_b10_files_of_a_linked_worktree_are_looked_at(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    project.git("worktree", "add", "-q", str(tmp_path / "linked"))
+    project.folder = tmp_path / "linked"
+    project.module = project.folder / "forecasts.py"
+    model = collecting_model(project, monkeypatch)
+    before = collecting._stamp([model])
+    (project.folder / "data.csv").write_text("1\n")
+    project.commit("Add data")
+    after = collecting._stamp([model])
+    assert after != before
+    assert str(project.folder / "data.csv") in {each[0] for each in after if each}
+
+
+def test_b10_of_many_files_only_those_of_python_are_looked_at(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lhelper.py", "data.csv"):
+        (project.folder / name).write_text("1\n")
+    project.commit("Add files")
+    found = collecting._tracked(project.folder, "all")
+    assert {Path(each).name for each in found} == {".gitignore", "forecasts.py", "lhelper.py", "data.csv"}
+    for name, few in (("MAX_TRACKED", 3), ("MAX_LISTED", 30)):
+        with monkeypatch.context() as patch:
+            patch.setattr(collecting, name, few)
+            found = collecting._tracked(project.folder, name)
+            assert {Path(each).name for each in found} == {"forecasts.py", "lhelper.py"}
+
+
+def test_b10_a_repository_of_which_git_says_nothing_is_looked_at(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = collecting_model(project, monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    before = collecting._stamp([model])
+    project.edit("RATE = 2", "RATE = 30")
+    assert collecting._stamp([model]) != before
 
 
 def collecting_model(project: Project, monkeypatch: pytest.MonkeyPatch) -> collecting.Model:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -47,6 +47,10 @@ MAX_REGISTRIES = 8
 """Apps of a process whose code is kept."""
 MAX_UNTRACKED = 500
 """Untracked files that are listed."""
+MAX_TRACKED = 20_000
+"""Files of a repository that are looked at for changes; of those of a larger one only ``.py``."""
+MAX_LISTED = 16 * 1024 * 1024
+"""Bytes of the list of these files that are read."""
 MAX_HASHED = 32 * 1024 * 1024
 """Bytes of untracked files that are hashed."""
 
@@ -61,11 +65,33 @@ DEFAULT_VARIABLES = (
 """The variables that are recorded unless ``SEMEL_MANIFEST_ENV`` names others: they change results."""
 UNAVAILABLE = "unavailable: "
 
-_ASSIGNED = re.compile(
-    r"(?P<start>\b\w+[\"']?\]?[ \t]*(?::[ \t]*\w+[ \t]*)?[:=][ \t]*)"
-    r"(?:\"[^\"\n]{1,5000}(?P<double>\")|'[^'\n]{1,5000}(?P<single>')|[^\s\"'({\[,;]{1,1000}$)"
+_SECRET_IN_CODE = re.compile(rf"{SECRET_NAME.pattern}|(?:^|_)PWD(?:$|_)", re.IGNORECASE)
+"""Found in the name of a secret. In code, ``pwd`` is rather a password than a folder."""
+_NAMED = re.compile(r"\b(?P<name>\w+)(?P<quote>[\"']?)\]?[ \t]*(?P<sign>=>|:=|\?=|=(?!=)|:(?![:=]))[ \t]*")
+_ANNOTATION = re.compile(r"(?P<type>[\w.|&* \t]{1,80}(?:\[[^\]=]{0,80}\]{1,3}[\w.| \t]{0,80})?)=(?!=)[ \t]*(?=\S)")
+_WORD = re.compile(r"[^\s\"'({\[$][^\s({\[]*(?=\s|$)")
+"""The value of a variable of a shell, in capitals and without spaces: up to the next space."""
+_BARE = re.compile(r"[^\s\"'({\[]+")
+"""A word without quotes: a value if it ends its line, as in ``.env`` and in YAML; a comment may follow."""
+_END = re.compile(r"(?:[ \t]+(?:#|//|;|--).*)?\Z")
+_NO_SECRETS = frozenset(
+    ("None", "True", "False", "null", "true", "false", "str", "bytes", "int", "float", "bool", "string", "Any")
 )
-"""A name with a text, or with a bare word at the end of the line, as in ``.env``, as its value."""
+_LITERAL = re.compile(r"[(\[ \t]*[bBrRuUfFL@$]{0,2}[\"']")
+_PIECE = re.compile(
+    r"(?P<text>\"{3}.*?\"{3}|'{3}.*?'{3}|\"[^\"\\]*(?:\\.[^\"\\]*)*\"|'[^'\\]*(?:\\.[^'\\]*)*'|[\"'].*)"
+    r"|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<comma>[,;])|(?P<end>(?<=\s)#|(?<=\s)[\w.-]+=(?!=))|[^\s\"'()\[\]{},;#]+|."
+)
+"""A piece of an expression. A text that does not end on its line goes to the end of the line."""
+_PLACE = re.compile(
+    r"(?:\b(?!(?:str|bytes|bytearray|\w*(?:hash|encode|decode|crypt)\w*|(?:make|set)_\w+)\()(?:[a-z_]|Get|Lookup)\w*\("
+    r"|[\w)\]]\[)\s*[a-zA-Z]{0,2}\Z"
+)
+"""Before a text that says where a secret is: the first that a function is called with, or what is in a subscript."""
+_ARGUMENT = re.compile(r"(?P<name>\w+)[ \t]*=[ \t]*[a-zA-Z]{0,2}\Z")
+"""Before a text that is passed by name."""
+_BEFORE = 80
+"""Characters before a text that are looked at."""
 _MAY_NAME_SECRET = re.compile(rf"{SECRET_NAME.pattern}|(?:\b|_)(?:KEY|PASS|PWD)(?:\b|_)", re.IGNORECASE)
 """Found in every line that has the name of a secret somewhere."""
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
@@ -266,7 +292,7 @@ def repository(top: Path) -> Content:
             heads[name] = value
         elif entry.startswith("? "):
             untracked.append(entry[2:])
-        elif entry:
+        elif entry and not entry.startswith("# "):
             changed = True
             if entry.startswith("2 "):
                 next(entries, None)  # a renamed file has its former name as well
@@ -281,10 +307,19 @@ def repository(top: Path) -> Content:
     return found | (_found_patch(top, heads.get("oid")) if changed else {})
 
 
+_SAME_DIFF = (
+    *("-c", "diff.suppressBlankEmpty=false", "-c", "diff.ignoreSubmodules=untracked", "diff"),
+    *("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/", "--full-index"),
+    *("-U3", "--inter-hunk-context=0", "--diff-algorithm=default", "--indent-heuristic", "--submodule=short"),
+    *("--find-renames", "-l1000", "-O/dev/null"),
+)
+"""A diff that ``git apply`` takes, and that is the same whatever the user's git is configured to."""
+
+
 def _found_patch(top: Path, commit: str | None) -> Content:
     base = "HEAD" if commit != "(initial)" else "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # the empty tree
     try:
-        text, whole = _git(top, "diff", base, "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/")
+        text, whole = _git(top, *_SAME_DIFF, base, "--")
     except Exception as error:  # noqa: BLE001 -- the rest is known
         return {"patch": _why(error)}
     patch = patch_without_secrets(text)
@@ -302,22 +337,80 @@ def _found_patch(top: Path, commit: str | None) -> Content:
 
 def patch_without_secrets(patch: str) -> str:
     """The patch with everything that looks like a secret replaced by ``***``."""
-    patch = KNOWN_TOKEN.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, without_secrets(patch)))
-    return "\n".join(map(_line_without_secrets, patch.split("\n")))
+    patch = "\n".join(map(_line_without_secrets, _PRIVATE_KEY.sub(HIDDEN, patch).split("\n")))
+    return KNOWN_TOKEN.sub(HIDDEN, without_secrets(patch))
 
 
 def _line_without_secrets(line: str) -> str:
     """The line without values of secrets. A long one that may have some is left out: to search it could take long."""
     if not _MAY_NAME_SECRET.search(line):
         return line
-    return _ASSIGNED.sub(_hide_value, line) if len(line) <= MAX_LINE else f"{line[:1]}{HIDDEN}"
+    if len(line) > MAX_LINE:
+        return f"{line[:1]}{HIDDEN}"
+    text = line.rstrip()
+    found, at = [], 0
+    while named := _NAMED.search(text, at):
+        begin, value, end = _value(text, named)
+        found += [text[at:begin], value]
+        at = end
+    return "".join(found) + text[at:] + line[len(text) :]
 
 
-def _hide_value(found: re.Match[str]) -> str:
-    if not any(map(SECRET_NAME.search, re.findall(r"\w+", found["start"]))):
-        return found[0]
-    quote = found["double"] or found["single"] or ""
-    return f"{found['start']}{quote}{HIDDEN}{quote}"
+def _value(line: str, named: re.Match[str]) -> tuple[int, str, int]:
+    """Where the value of a name begins, what is stored for it, and where it ends."""
+    begin, name, quoted, sign = named.end(), named["name"], bool(named["quote"]), named["sign"]
+    is_secret = bool(_SECRET_IN_CODE.search(name))
+    if is_secret and name.isupper() and named[0] == f"{name}=" and (word := _WORD.match(line, begin)):
+        return begin, HIDDEN, word.end()
+    if is_secret and (quoted or sign != "=>") and (bare := _bare_value(line, begin, in_list=quoted)):
+        return (begin, *bare)
+    if sign == ":" and not quoted and (annotated := _ANNOTATION.match(line, begin)):
+        is_secret = is_secret or any(map(_SECRET_IN_CODE.search, re.findall(r"\w+", annotated["type"])))
+        begin, sign = annotated.end(), "="
+        if is_secret and (bare := _bare_value(line, begin, in_list=False)):
+            return (begin, *bare)
+    if is_secret and (quoted or sign not in (":", "=>") or _LITERAL.match(line, begin)):
+        return (begin, *_without_texts(line, begin))
+    return begin, "", begin
+
+
+def _bare_value(line: str, begin: int, *, in_list: bool) -> tuple[str, int] | None:
+    """What is stored for a word that ends the line, and where it ends; None if none does. In a list with a comma."""
+    found = _BARE.match(line, begin)
+    if found is None or not _END.match(line, found.end()):
+        return None
+    word = found[0].removesuffix(",") if in_list else found[0]
+    if not word or word[-1] in ",;":
+        return None
+    return (word if word in _NO_SECRETS else HIDDEN), begin + len(word)
+
+
+def _without_texts(line: str, begin: int) -> tuple[str, int]:
+    """The expression that begins there without its texts, and where it ends: at a comma, a bracket or a comment.
+
+    A dict is none: its names say which of its values are secrets.
+    """
+    found: list[str] = []
+    depth, at = 0, begin
+    while not line.startswith("{", begin) and (piece := _PIECE.match(line, at)):
+        depth += bool(piece["open"]) - bool(piece["close"])
+        if depth < 0 or (piece["comma"] and not depth) or (piece["end"] and (piece["end"] == "#" or not depth)):
+            break
+        text, at = piece["text"], piece.end()
+        if text and not (depth and line.startswith((":", " :"), at)):
+            text = _without_text(text, line[max(begin, piece.start() - _BEFORE) : piece.start()] if depth else "")
+        found.append(text or piece[0])
+    return "".join(found), at
+
+
+def _without_text(text: str, before: str) -> str:
+    """A text of an expression as it is stored, by what stands before it inside of brackets."""
+    named = _ARGUMENT.search(before)
+    is_other = named and named["name"] not in ("default", "value") and not _SECRET_IN_CODE.search(named["name"])
+    if is_other or _PLACE.search(before) or not text.strip(text[0]):
+        return text
+    quote = text[:3] if text[:3] in ('"""', "'''") else text[0]
+    return f"{quote}{HIDDEN}{quote if text.endswith(quote) else ''}"
 
 
 def _untracked(top: Path, names: Sequence[str]) -> dict[str, str]:
@@ -339,18 +432,17 @@ def _untracked(top: Path, names: Sequence[str]) -> dict[str, str]:
 _QUIET = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
 
 
-def _git(top: Path, *arguments: str) -> tuple[str, bool]:
+def _git(top: Path, *arguments: str, most: int = MAX_READ) -> tuple[str, bool]:
     """What git prints, and whether that is all. Nothing that the repository configures is run for it."""
     program = shutil.which("git")
     if program is None:
         raise FileNotFoundError("git is not installed")
-    return _run(
-        [program, "-C", str(top), "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments], _QUIET
-    )
+    command = [program, "-C", str(top), "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments]
+    return _run(command, _QUIET, most)
 
 
-def _run(command: Sequence[str], environ: dict[str, str] | None) -> tuple[str, bool]:
-    """What a program prints, up to ``MAX_READ`` bytes, and whether that is all. Raises if it fails or takes long."""
+def _run(command: Sequence[str], environ: dict[str, str] | None, most: int = MAX_READ) -> tuple[str, bool]:
+    """What a program prints, up to so many bytes, and whether that is all. Raises if it fails or takes long."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     with subprocess.Popen(  # noqa: S603 -- git or nvidia-smi, with arguments of ours
         command,
@@ -371,7 +463,7 @@ def _run(command: Sequence[str], environ: dict[str, str] | None) -> tuple[str, b
         late.daemon = True
         late.start()
         try:
-            printed = process.stdout.read(MAX_READ)
+            printed = process.stdout.read(most)
             more = bool(process.stdout.read(1))
             if more:
                 process.kill()
@@ -476,16 +568,45 @@ def _stamp_of_path() -> list[Any]:
 
 
 def _stamp(models: Iterable[Model]) -> list[Any]:
-    """Changes when a package or a file of the code does: files of the models, and modules in their repositories."""
-    files = [file for file in map(source_file, models) if file is not None]
-    tops = {top for top in map(top_of, files) if top is not None}
+    """Changes when a package or a file of the code does.
+
+    Those are the files of the models, and in their repositories the modules that are imported here and the tracked
+    files, which only a child process may import.
+    """
+    files = {str(file) for file in map(source_file, models) if file is not None}
+    tops = {top for top in (top_of(Path(file)) for file in files) if top is not None}
     inside = tuple(f"{top}{os.sep}" for top in tops)
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.startswith(inside) and "-packages" not in file:
-            files.append(Path(file))
-    git = [top / ".git" / name for top in tops for name in ("HEAD", "index", "logs/HEAD")]
-    return [*_stamp_of_path(), *(_stat(each) for each in sorted({*files, *git}))]
+            files.add(file)
+    for top in tops:
+        git = _git_folder(top)
+        files.update(str(git / name) for name in ("HEAD", "index", "logs/HEAD"))
+        files.update(_tracked(top, _stat(git / "index")))
+    return [*_stamp_of_path(), *map(_stat, sorted(files))]
+
+
+def _git_folder(top: Path) -> Path:
+    """Where git keeps the state of a repository: elsewhere for a linked worktree and a submodule."""
+    try:
+        return top / (top / ".git").read_text().removeprefix("gitdir:").strip()
+    except (OSError, ValueError):
+        return top / ".git"
+
+
+@lru_cache(maxsize=MAX_REGISTRIES)
+def _tracked(top: Path, _index: Any) -> tuple[str, ...]:
+    """The files that git has in its index, listed again when that changes; none if git does not say."""
+    try:
+        text, whole = _git(top, "ls-files", "-z", most=MAX_LISTED)
+        names = text.split("\0")[:-1]  # the last is empty or cut off
+        if not whole or len(names) > MAX_TRACKED:
+            text, _ = _git(top, "ls-files", "-z", "--", "*.py", most=MAX_LISTED)
+            names = text.split("\0")[:MAX_TRACKED]
+    except Exception:  # noqa: BLE001 -- the manifest says why, with the state of the repository
+        return ()
+    return tuple(f"{top}{os.sep}{name}" for name in names if name)
 
 
 def _stat(path: str | Path) -> tuple[str, int, int] | None:
