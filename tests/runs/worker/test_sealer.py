@@ -129,23 +129,30 @@ def test_a_head_that_is_not_accepted_is_posted_again(
     assert [each["head"] for each in Receiver.posted] == [head]
 
 
-def test_a_receiver_that_does_not_speak_http_stops_no_sweeper(
-    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@contextmanager
+def saying(line: bytes) -> Iterator[int]:
+    """The port of a receiver that answers one request with this line instead of HTTP."""
     with closing(create_server(("127.0.0.1", 0))) as server:
 
         def respond() -> None:
             conn, _ = server.accept()
             with conn:
                 conn.recv(65536)
-                conn.sendall(b"nonsense\r\n\r\n")
+                conn.sendall(line + b"\r\n\r\n")
 
         thread = Thread(target=respond)
         thread.start()
-        own = sealer(database, monkeypatch, f"http://sue:hunter2@127.0.0.1:{server.getsockname()[1]}/")
+        yield server.getsockname()[1]
+        thread.join()
+
+
+def test_a_receiver_that_does_not_speak_http_stops_no_sweeper(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with saying(b"nonsense") as port:
+        own = sealer(database, monkeypatch, f"http://sue:hunter2@127.0.0.1:{port}/")
         seal_one(database, own)
         hand_out(own)
-        thread.join()
     assert "could not be handed to SEMEL_SEAL_HEADS: nonsense" in caplog.text
     assert "hunter2" not in caplog.text
 
@@ -243,21 +250,11 @@ def test_what_is_no_url_is_refused_at_the_start(
 def test_what_a_receiver_says_of_the_secrets_of_its_url_is_not_logged(
     database: TestDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(create_server(("127.0.0.1", 0))) as server:
-
-        def respond() -> None:
-            conn, _ = server.accept()
-            with conn:
-                conn.recv(65536)
-                conn.sendall(b"nonsense: k=hunt%20er2&n=1 of suzanne:pa@ss, or hunt er2\r\n\r\n")
-
-        thread = Thread(target=respond)
-        thread.start()
-        place = f"http://suzanne:pa%40ss@127.0.0.1:{server.getsockname()[1]}/heads?k=hunt%20er2&n=1"
+    with saying(b"nonsense: k=hunt%20er2&n=1 of suzanne:pa@ss, or hunt er2") as port:
+        place = f"http://suzanne:pa%40ss@127.0.0.1:{port}/heads?k=hunt%20er2&n=1"
         own = sealer(database, monkeypatch, place)
         seal_one(database, own)
         hand_out(own)
-        thread.join()
     assert "could not be handed to SEMEL_SEAL_HEADS: nonsense: *** of ***, or ***" in caplog.text
 
 
